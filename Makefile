@@ -1,0 +1,46 @@
+# Everything a person does here. `make up` serves a model, `make test` proves the tree.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+.PHONY: setup up test lint types contracts drift check proto bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+up: setup
+	$(BIN)/fleetctl up $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+contracts: setup
+	$(BIN)/lint-imports
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -Iproto/pdfleet/v1 --python_out=fleet/wire/v1 --mypy_out=fleet/wire/v1 \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy proto/pdfleet/v1/*.proto
+
+drift: proto
+	git diff --exit-code -- fleet/wire/v1
+
+check: lint types contracts drift
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist

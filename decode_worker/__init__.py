@@ -1,0 +1,1 @@
+"""Brings or computes KV and writes tokens."""

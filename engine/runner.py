@@ -1,0 +1,35 @@
+"""The runner: what computes a step on a device, or pretends to; written for by the engine's loop."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.words import Batch, BatchResult
+from fleet.kv_layout import Fingerprint, KvLayout
+
+
+class Runner(Protocol):
+    """Holds weights and the KV pool. `run` is never called while another one is under way."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence the model allows."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks in the pool it was given."""
+        ...
+
+    async def run(self, batch: Batch) -> BatchResult:
+        """Off the event loop where it takes real time. An exception fails the sequences of this batch
+        only: the engine goes on."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,122 @@
+"""What the engine is asked, what it says after each step, and what a step asks of a runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fleet.block_hash import HashKeys
+from fleet.events import KvEvent
+from fleet.request import FinishReason, Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence to be continued. Roles are data: the three flags below are all the engine knows of them."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    keys: HashKeys
+    generated: tuple[int, ...] = ()
+    """Tokens drawn already, elsewhere or before; never said again, counted in `max_tokens`."""
+    priority: int = 0
+    hold: bool = False
+    """End after one drawn token and keep the blocks until `Engine.release(id)`: a prefill."""
+    fill: bool = False
+    """Reserve blocks, then wait for `Engine.filled`: KV is being brought from elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks of a `fill` sequence. `blocks[:cached]` hold their KV already; the rest wait to be filled."""
+
+    id: str
+    blocks: tuple[int, ...]
+    """Block table: covers the prompt and all generated tokens but the last, whose KV is not computed yet."""
+    cached: int
+    tokens: int
+    """Tokens that may be filled: len(prompt) + len(generated) - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One new token of a sequence."""
+
+    id: str
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A `hold` sequence is computed: its blocks stay until released. Its `Drawn` is in the same step."""
+
+    id: str
+    blocks: tuple[int, ...]
+    tokens: int
+    """Tokens with KV in them: the prompt."""
+    cached_tokens: int
+    finish: FinishReason | None
+    """Set when the drawn token ends the sequence anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    id: str
+    finish: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    error: str = ""
+    """Name in `fleet.errors.ERRORS` when FAILED."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """All that happened in one step, in order: started, drawn, held, finished; and the cache's changes."""
+
+    started: tuple[str, ...] = ()
+    """Sequences whose first tokens were scheduled in this step."""
+    drawn: tuple[Drawn, ...] = ()
+    held: tuple[Held, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    events: tuple[KvEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's part of a step: tokens `[start, start + len(tokens))` are computed.
+
+    The runner writes their KV to the blocks of `blocks` and reads all KV before them.
+    """
+
+    slot: int
+    """Small number that stays with the sequence while it is in the batch: the runner may keep state by it."""
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    """Block table, in order; covers `start + len(tokens)` tokens at least."""
+    draw: bool
+    """Whether the chunk ends at the last known token, so that the next one is to be drawn."""
+    sampling: Sampling
+    history: tuple[int, ...] = ()
+    """Prompt and generated tokens; given only where penalties need them."""
+    prompt_length: int = 0
+    """How many of `history` are prompt. Position of the token drawn is `start + len(tokens)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: decodes and prompt chunks together, at most one chunk a sequence."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """One entry a chunk; None where nothing was to be drawn."""
+
+    tokens: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = field(default=())
+    """Empty when no chunk asked."""

@@ -1,0 +1,107 @@
+"""What a worker tells everybody: changes of its KV blocks and its load. At most once, so numbered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fleet.ids import Incarnation, WorkerId
+
+
+class Tier(StrEnum):
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """These blocks can be hit now. `hashes` are `short()` names, in chain order."""
+
+    hashes: tuple[int, ...]
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDropped:
+    """The last copy at this tier is gone."""
+
+    hashes: tuple[int, ...]
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing is cached any more."""
+
+
+KvEvent = BlocksStored | BlocksDropped | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """One engine step's changes; numbered without gaps within one incarnation, from 1."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    sequence: int
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """The worker's whole table as of event `sequence`."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    sequence: int
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvDigest:
+    """Cheap proof that an index equals the worker's table: count and xor of the 64-bit names."""
+
+    sequence: int
+    blocks: int
+    xor: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A worker's state of work, published a few times a second and on change. None is unknown, never zero."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    state: str
+    """A `MemberState` value."""
+    running: int
+    """Sequences in the batch."""
+    waiting: int
+    """Sequences queued, pulls included."""
+    queued_tokens: int
+    """Prompt tokens accepted and not computed yet."""
+    blocks_total: int
+    blocks_free: int
+    """Free or evictable at once."""
+    kv: KvDigest
+    prefill_tokens_s: float | None = None
+    """Measured speed of prompt computation."""
+    decode_step_s: float | None = None
+    """Measured time of a recent pure decode step."""
+    decode_batch: float | None = None
+    """Sequences in those steps, on average."""
+    pull_bytes_s: float | None = None
+    """Measured bandwidth of recent pulls to this worker."""
+    streams: tuple[str, ...] = ()
+    """Ids of the requests held, so that no router counts a phantom."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """Totals since start: see `docs/counters.md`; shown by `fleetctl status --json`."""
+
+
+def load_subject(fleet: str, worker: str = "*") -> str:
+    return f"pdfleet.{fleet}.load.{worker}"
+
+
+def kv_subject(fleet: str, worker: str = "*") -> str:
+    return f"pdfleet.{fleet}.kv.{worker}"

@@ -1,0 +1,131 @@
+"""The messages of one hand-off, in the order in which they flow between router and workers.
+
+`PrefillJob → Prefilled → DecodeJob → Token… → Ended`, with `Cancel` and `Release` at any time.
+A stream number names a request on one session; the router chooses it and never uses it twice.
+Durations cross the wire, never instants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fleet.ids import Incarnation, LeaseId, WorkerId
+from fleet.request import FinishReason, Request, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class KvTicket:
+    """Where the KV of a prompt waits, and on what terms. The router carries it, unread."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str
+    """Of the source's transfer layer, with its scheme: `shm:…`, `ucx:HOST:PORT`, several joined by `,`."""
+    lease: LeaseId
+    fingerprint: str
+    """`Fingerprint.digest()` of the source."""
+    tokens: int
+    """Tokens whose KV is in the leased blocks; the last block may be part full."""
+    lease_s: float
+    """Seconds the lease had left when the ticket was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """Compute the prompt, draw one token, keep the KV under a lease."""
+
+    stream: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """Continue a request whose first tokens are `generated`. Without a ticket, compute all KV here."""
+
+    stream: int
+    request: Request
+    generated: tuple[int, ...] = ()
+    ticket: KvTicket | None = None
+
+
+class CancelReason(StrEnum):
+    CLIENT = "client"
+    """The client went away."""
+    STOP_STRING = "stop_string"
+    """The text reached a stop string, which only the router sees."""
+    DEADLINE = "deadline"
+    MOVED = "moved"
+    """The request goes on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a stream now, wherever it is; idempotent, answered by `Ended` if the stream still ran."""
+
+    stream: int
+    reason: CancelReason
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The leased KV is no longer wanted; idempotent. Said to prefill on every terminal path."""
+
+    lease: LeaseId
+
+
+ToWorker = PrefillJob | DecodeJob | Cancel | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first tokens of a stream were scheduled; or its KV came. Feeds the timeline."""
+
+    stream: int
+    stage: str
+    """A `Stage` value: prefill_started, pull_started, pull_ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is computed; the first token; where its KV waits (None: the request ended with it)."""
+
+    stream: int
+    token: int
+    logprobs: TokenLogprobs | None
+    ticket: KvTicket | None
+    cached_tokens: int
+    finish: FinishReason | None = None
+    """Set when the first token was also the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    stream: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last word on a stream; exactly one each, unless the session itself broke."""
+
+    stream: int
+    finish: FinishReason
+    usage: Usage | None = None
+    error: str = ""
+    """Name in `fleet.errors.ERRORS` when finish is FAILED."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """All that one engine step has to say to one router; sent as one message.
+
+    Order within: started, prefilled, tokens, ended.
+    """
+
+    started: tuple[Started, ...] = ()
+    prefilled: tuple[Prefilled, ...] = ()
+    tokens: tuple[Token, ...] = ()
+    ended: tuple[Ended, ...] = ()

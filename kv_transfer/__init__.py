@@ -1,0 +1,1 @@
+"""Bytes between pools: regions, leases, pull plans, and transports behind one protocol."""

@@ -1,0 +1,1 @@
+"""How many of each role, and why; pure, acts on nothing."""

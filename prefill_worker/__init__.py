@@ -1,0 +1,1 @@
+"""Computes prompts and lends their KV."""

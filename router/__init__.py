@@ -1,0 +1,1 @@
+"""The way of a request: ingress, roster, index, cost, flow."""
