@@ -33,7 +33,7 @@ class Run(Protocol):
         ...
 
     async def stop(self, reason: CancelReason) -> None:
-        """End it now, wherever it is, on both legs; idempotent, also after the end. Always called in the end."""
+        """End it now, wherever it is, on both legs; idempotent, also after its end. Always called last."""
         ...
 
 
