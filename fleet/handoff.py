@@ -88,7 +88,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt is computed; the first token; where its KV waits (None: the request ended with it)."""
+    """The prompt is computed; the first token; where its KV waits (None: the request ended with it).
+
+    The last word on a prefill stream that goes well: no `Ended` follows.
+    """
 
     stream: int
     token: int

@@ -1,0 +1,29 @@
+"""Says what a step brought on the streams of a worker; the same for every role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.words import Drawn, StepReport
+from fleet.chassis import Stream
+from fleet.request import Usage
+from fleet.stages import Stage
+
+
+def tell(report: StepReport, stream_of: Callable[[str], Stream | None]) -> dict[str, Drawn]:
+    """Started, tokens and ends go out; returns the drawn tokens of held sequences, which a role says itself."""
+    for id in report.started:
+        if (stream := stream_of(id)) is not None:
+            stream.started(Stage.PREFILL_STARTED)
+    held = {item.id for item in report.held}
+    kept: dict[str, Drawn] = {}
+    for drawn in report.drawn:
+        if drawn.id in held:
+            kept[drawn.id] = drawn
+        elif (stream := stream_of(drawn.id)) is not None:
+            stream.token(drawn.token, drawn.logprobs)
+    for end in report.finished:
+        if (stream := stream_of(end.id)) is not None:
+            usage = Usage(end.prompt_tokens, end.completion_tokens, end.cached_tokens)
+            stream.finished(end.finish, usage, end.error, end.message)
+    return kept

@@ -1,0 +1,356 @@
+"""What every worker stands on: sessions and streams, its card, its reports, drain. Knows no engine.
+
+A role plugs in as a `RoleService`. The chassis answers the wire, keeps the card in the registry
+under a lease, numbers and publishes KV events, reports load, and ends when a drain is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from fleet.bus import Bus
+from fleet.card_codec import encode_card
+from fleet.errors import BadRequest, FleetError, Overloaded, WorkerLost
+from fleet.events import KvEvent, KvSnapshot, LoadReport, kv_subject, load_subject
+from fleet.handoff import (
+    Cancel,
+    CancelReason,
+    DecodeJob,
+    Ended,
+    Frame,
+    KvTicket,
+    Prefilled,
+    PrefillJob,
+    Release,
+    Started,
+    Token,
+    ToWorker,
+)
+from fleet.ids import LeaseId, RequestId
+from fleet.kv_log import KvLog
+from fleet.member import MemberState, WorkerCard, step, worker_key
+from fleet.registry import Lease, Registry
+from fleet.request import FinishReason, TokenLogprobs, Usage
+from fleet.stages import Stage
+from fleet.wire import WorkerEnd
+from fleet.wire.codec import encode_kv_events, encode_load_report
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChassisSettings:
+    """How a worker shows itself, and how it leaves."""
+
+    report_s: float = 0.25
+    """Seconds between load reports. Routers correct for what they sent since; shorter costs bus traffic."""
+    drain_limit_s: float = 60.0
+    """Longest a drain by signal waits for running work, seconds; what still runs then moves elsewhere."""
+    event_backlog: int = 4096
+    """KV event messages kept for a slow bus; more are dropped, and routers ask for a snapshot."""
+
+    def __post_init__(self) -> None:
+        if self.report_s <= 0:
+            raise ValueError(f"report_s must be above 0, not {self.report_s}")
+        if self.drain_limit_s < 0:
+            raise ValueError(f"drain_limit_s must not be negative, not {self.drain_limit_s}")
+
+
+class Stream:
+    """One request on one session, as its worker sees it. What is said in one turn of the loop travels
+    together, so that an engine step is one frame a session."""
+
+    __slots__ = ("_outlet", "ended", "id", "job", "number")
+
+    def __init__(self, outlet: _Outlet, number: int, id: str, job: PrefillJob | DecodeJob) -> None:
+        self._outlet = outlet
+        self.number = number
+        self.id = id
+        """Of the engine's sequence: unique on this worker, whatever clients and routers choose."""
+        self.job = job
+        self.ended = False
+
+    def started(self, stage: Stage) -> None:
+        self._outlet.started.append(Started(self.number, stage))
+        self._outlet.wake()
+
+    def token(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        self._outlet.tokens.append(Token(self.number, token, logprobs))
+        self._outlet.wake()
+
+    def prefilled(
+        self,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        ticket: KvTicket | None,
+        cached_tokens: int,
+        finish: FinishReason | None,
+    ) -> None:
+        """The last word on a prefill stream."""
+        if not self._end():
+            return
+        self._outlet.prefilled.append(Prefilled(self.number, token, logprobs, ticket, cached_tokens, finish))
+        self._outlet.wake()
+
+    def finished(self, finish: FinishReason, usage: Usage | None, error: str = "", message: str = "") -> None:
+        """The last word; a second one is not said."""
+        if not self._end():
+            return
+        self._outlet.ended.append(Ended(self.number, finish, usage, error, message))
+        self._outlet.wake()
+
+    def failed(self, error: FleetError) -> None:
+        self.finished(FinishReason.FAILED, None, type(error).__name__, error.message)
+
+    def _end(self) -> bool:
+        if self.ended:
+            return False
+        self.ended = True
+        self._outlet.forget(self)
+        return True
+
+
+class RoleService(Protocol):
+    """What a role does with its engine and transfer layer."""
+
+    def accept(self, stream: Stream) -> None:
+        """Take on `stream.job`; a FleetError raised here is the stream's end."""
+        ...
+
+    def cancel(self, stream: Stream, reason: CancelReason) -> None:
+        """Everything of it is let go within a step; `stream.finished` is called."""
+        ...
+
+    def release(self, lease: LeaseId) -> None: ...
+
+    def report(self, base: LoadReport) -> LoadReport:
+        """`base` with the figures of engine and transfer filled in."""
+        ...
+
+    def idle(self) -> bool:
+        """No sequence, no lease, no pull: the process could leave without anybody noticing."""
+        ...
+
+
+class _Outlet:
+    """What is to be said to one router, until the end of this turn of the loop."""
+
+    def __init__(self, chassis: Chassis, end: WorkerEnd) -> None:
+        self.chassis = chassis
+        self.end = end
+        self.open = True
+        self.streams: dict[int, Stream] = {}
+        self.started: list[Started] = []
+        self.prefilled: list[Prefilled] = []
+        self.tokens: list[Token] = []
+        self.ended: list[Ended] = []
+        self._waking = False
+
+    def wake(self) -> None:
+        if self.open and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._waking = False
+        frame = Frame(tuple(self.started), tuple(self.prefilled), tuple(self.tokens), tuple(self.ended))
+        for pending in (self.started, self.prefilled, self.tokens, self.ended):
+            pending.clear()
+        if self.open:
+            self.end.send(frame)
+
+    def forget(self, stream: Stream) -> None:
+        self.streams.pop(stream.number, None)
+        self.chassis.forget(stream)
+
+
+class Chassis:
+    """One worker as routers, registry and bus see it. Implements `fleet.wire.WorkerService`."""
+
+    def __init__(self, fleet: str, settings: ChassisSettings, registry: Registry, bus: Bus) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self._registry = registry
+        self._bus = bus
+        self._role: RoleService | None = None
+        self._card: WorkerCard | None = None
+        self._kv: KvLog | None = None
+        self._lease: Lease | None = None
+        self._outlets: dict[int, _Outlet] = {}
+        self._streams: dict[str, Stream] = {}
+        self._count = 0
+        self._events: deque[bytes] = deque(maxlen=settings.event_backlog)
+        self._changed = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._drain_until = 0.0
+
+    # -- life
+
+    async def run(self, card: WorkerCard, role: RoleService, lease_ttl_s: float) -> None:
+        """Shows the card as READY, serves, and returns when a drain is done. Cancelled: leaves at once."""
+        self._role = role
+        self._kv = KvLog(card.id, card.incarnation)
+        self._card = replace(card, state=step(MemberState.STARTING, MemberState.READY))
+        self._lease = await self._registry.lease(lease_ttl_s)
+        background = [asyncio.create_task(self._publish_events()), asyncio.create_task(self._report_load())]
+        leave = asyncio.create_task(self._leave_when_drained())
+        try:
+            await self._show()
+            await asyncio.wait({*background, leave}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*background, leave):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (*background, leave):
+                task.cancel()
+            await asyncio.gather(*background, leave, return_exceptions=True)
+            self._card = replace(self._card, state=MemberState.LEFT)
+            await self._lease.close()
+
+    @property
+    def card(self) -> WorkerCard:
+        assert self._card is not None, "the chassis does not run yet"
+        return self._card
+
+    def begin_drain(self, limit_s: float) -> MemberState:
+        """No new work from now on; a second call may only shorten the limit."""
+        until = asyncio.get_running_loop().time() + limit_s
+        if self.card.state is MemberState.READY:
+            self._card = replace(self.card, state=step(self.card.state, MemberState.DRAINING))
+            log.info("draining: %d streams run, limit %.0f s", len(self._streams), limit_s)
+            self._drain_until = until
+        self._drain_until = min(self._drain_until, until)
+        self._draining.set()
+        self._changed.set()
+        return self.card.state
+
+    async def _leave_when_drained(self) -> None:
+        loop = asyncio.get_running_loop()
+        await self._draining.wait()
+        await self._show()
+        assert self._role is not None
+        while not self._role.idle() or self._streams:
+            if loop.time() >= self._drain_until:
+                for stream in list(self._streams.values()):
+                    # The router goes on with the request elsewhere, as if this worker had died.
+                    stream.failed(WorkerLost("the worker left before the request was done"))
+                    self._role.cancel(stream, CancelReason.MOVED)
+                break
+            await asyncio.sleep(min(0.05, self.settings.report_s))
+
+    async def _show(self) -> None:
+        assert self._lease is not None
+        await self._lease.put(worker_key(self.fleet, self.card.id), encode_card(self.card))
+
+    # -- what the role says
+
+    def publish(self, events: tuple[KvEvent, ...]) -> None:
+        """Numbers the changes of one engine step and sends them to all routers."""
+        assert self._kv is not None
+        message = self._kv.record(events)
+        if message is not None:
+            self._events.append(encode_kv_events(message))
+            self._changed.set()
+
+    @property
+    def streams(self) -> Iterable[Stream]:
+        return self._streams.values()
+
+    def stream(self, id: str) -> Stream | None:
+        """The stream of an engine sequence; None when it has had its last word."""
+        return self._streams.get(id)
+
+    def forget(self, stream: Stream) -> None:
+        self._streams.pop(stream.id, None)
+
+    # -- WorkerService
+
+    def opened(self, end: WorkerEnd) -> None:
+        self._outlets[id(end)] = _Outlet(self, end)
+
+    def closed(self, end: WorkerEnd) -> None:
+        outlet = self._outlets.pop(id(end), None)
+        if outlet is None:
+            return
+        outlet.open = False
+        for stream in list(outlet.streams.values()):
+            self._cancel(stream, CancelReason.CLIENT)
+
+    def received(self, end: WorkerEnd, message: ToWorker) -> None:
+        outlet = self._outlets.get(id(end))
+        if outlet is None or self._role is None:
+            return
+        match message:
+            case PrefillJob() | DecodeJob():
+                self._accept(outlet, message)
+            case Cancel(number, reason):
+                if (stream := outlet.streams.get(number)) is not None:
+                    self._cancel(stream, reason)
+            case Release(lease):
+                self._role.release(lease)
+
+    def _accept(self, outlet: _Outlet, job: PrefillJob | DecodeJob) -> None:
+        assert self._role is not None
+        self._count += 1
+        stream = Stream(outlet, job.stream, f"{job.request.id}/{self._count}", job)
+        if job.stream in outlet.streams:
+            stream.failed(BadRequest(f"stream {job.stream} is in use on this session; take a new number"))
+            return
+        outlet.streams[job.stream] = stream
+        self._streams[stream.id] = stream
+        try:
+            if self.card.state is not MemberState.READY:
+                raise Overloaded(f"worker {self.card.id} is {self.card.state}; take another", retry_after_s=0.1)
+            self._role.accept(stream)
+        except FleetError as error:
+            stream.failed(error)
+
+    def _cancel(self, stream: Stream, reason: CancelReason) -> None:
+        assert self._role is not None
+        self._role.cancel(stream, reason)
+
+    def snapshot(self) -> KvSnapshot:
+        assert self._kv is not None
+        return self._kv.snapshot()
+
+    def status(self) -> LoadReport:
+        assert self._role is not None
+        assert self._kv is not None
+        requests: dict[RequestId, None] = {stream.job.request.id: None for stream in self._streams.values()}
+        base = LoadReport(
+            worker=self.card.id,
+            incarnation=self.card.incarnation,
+            state=self.card.state,
+            running=0,
+            waiting=0,
+            queued_tokens=0,
+            blocks_total=0,
+            blocks_free=0,
+            kv=self._kv.digest(),
+            streams=tuple(requests),
+        )
+        return self._role.report(base)
+
+    async def drain(self, limit_s: float) -> MemberState:
+        return self.begin_drain(limit_s)
+
+    # -- beside the path
+
+    async def _publish_events(self) -> None:
+        subject = kv_subject(self.fleet, self.card.id)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._events:
+                await self._bus.publish(subject, self._events.popleft())
+
+    async def _report_load(self) -> None:
+        subject = load_subject(self.fleet, self.card.id)
+        while True:
+            await self._bus.publish(subject, encode_load_report(self.status()))
+            await asyncio.sleep(self.settings.report_s)
