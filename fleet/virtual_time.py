@@ -1,0 +1,159 @@
+"""Virtual time: an event loop whose clock jumps to the next timer when nothing is ready to run.
+
+Hours of a fleet's life pass in seconds, and every run takes the same steps in the same order: ready
+callbacks run first in, first out; timers by time, and those of equal time in the order in which they were
+made. There is no I/O and there are no threads: `run_in_executor` (so `asyncio.to_thread`) runs inline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from asyncio.base_events import BaseEventLoop
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Executor
+from contextvars import Context
+from itertools import count
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_SPIN_LIMIT = 2_000_000
+"""Turns of the loop without the clock moving, after which something polls without ever sleeping."""
+
+
+class Deadlock(RuntimeError):
+    """Nothing is ready and no timer is set: what the tasks wait for can never happen."""
+
+
+class HorizonReached(RuntimeError):
+    """The coroutine had not ended when virtual time reached the horizon."""
+
+
+class _OrderedTask(asyncio.Task[Any]):
+    """Hashes by age. `asyncio` cancels the tasks of a group in the order of a set, and the default
+    hash is an address: it would differ from run to run."""
+
+    _ages = count()
+
+    def __init__(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **keywords: Any) -> None:
+        loop = keywords["loop"]
+        self._age = loop.next_age() if isinstance(loop, VirtualTimeLoop) else next(self._ages)
+        super().__init__(coro, **keywords)
+
+    def __hash__(self) -> int:
+        return self._age
+
+
+class VirtualTimeLoop(BaseEventLoop):
+    """`time()` starts at `start` seconds and moves only by jumps to the next timer."""
+
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
+
+    def __init__(self, start: float = 0.0, horizon_s: float | None = None) -> None:
+        super().__init__()
+        self._now = start
+        self._end = None if horizon_s is None else start + horizon_s
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._made = 0
+        self._tasks_made = 0
+        self._cancelled = 0
+        self._spins = 0
+        self.set_task_factory(lambda loop, coro, **keywords: _OrderedTask(coro, loop=loop, **keywords))
+
+    def time(self) -> float:
+        return self._now
+
+    def next_age(self) -> int:
+        self._tasks_made += 1
+        return self._tasks_made
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._made += 1
+        heapq.heappush(self._timers, (when, self._made, timer))
+        return timer
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 — as an executor does, it is handed to whoever awaits
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        self._timers.clear()
+        super().close()
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+            self._cancelled -= 1
+        if ready or self._stopping:
+            self._spins += 1
+            if self._spins > _SPIN_LIMIT:
+                raise Deadlock(f"at {self._now:.6f} s something polls and never sleeps{self._pending()}")
+        else:
+            if not timers:
+                raise Deadlock(f"at {self._now:.6f} s nothing is ready and no timer is set{self._pending()}")
+            when = timers[0][0]
+            if self._end is not None and when > self._end:
+                raise HorizonReached(f"not ended by {self._end:.6f} s{self._pending()}")
+            if when > self._now:
+                self._now = when
+                self._spins = 0
+        while timers and timers[0][0] <= self._now:
+            timer = heapq.heappop(timers)[2]
+            if timer.cancelled():
+                self._cancelled -= 1
+            else:
+                ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        # Most timers are timeouts that never fire; unswept they would pile up until they are due.
+        # The count is a guess (a timer already due counts too), which a sweep sets right.
+        self._cancelled += 1
+        if self._cancelled > 1000 and self._cancelled * 2 > len(self._timers):
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps in a selector, so nobody needs to be woken."""
+
+    def _pending(self) -> str:
+        lines = []
+        for task in sorted(asyncio.all_tasks(self), key=hash):
+            frames = task.get_stack(limit=1)
+            where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "not started"
+            lines.append(f"\n  {task.get_name()}: {task.get_coro()!r} at {where}")
+        return "; pending:" + "".join(lines) if lines else ""
+
+
+def run(coro: Coroutine[Any, Any, T], *, start: float = 0.0, horizon_s: float | None = None) -> T:
+    """What `coro` returns, run in virtual time from `start` seconds.
+
+    Raises `Deadlock` when nothing can ever happen again, and `HorizonReached` when more than `horizon_s`
+    virtual seconds would pass; both name the tasks that are pending and where they wait.
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, horizon_s)) as runner:
+        return runner.run(coro)
