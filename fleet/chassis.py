@@ -123,7 +123,7 @@ class RoleService(Protocol):
         ...
 
     def cancel(self, stream: Stream, reason: CancelReason) -> None:
-        """Everything of it is let go within a step; `stream.finished` is called."""
+        """Everything of it is let go within a step; the chassis says the stream's last word."""
         ...
 
     def release(self, lease: LeaseId) -> None: ...
@@ -165,7 +165,8 @@ class _Outlet:
             self.end.send(frame)
 
     def forget(self, stream: Stream) -> None:
-        self.streams.pop(stream.number, None)
+        if self.streams.get(stream.number) is stream:
+            del self.streams[stream.number]
         self.chassis.forget(stream)
 
 
@@ -313,6 +314,7 @@ class Chassis:
     def _cancel(self, stream: Stream, reason: CancelReason) -> None:
         assert self._role is not None
         self._role.cancel(stream, reason)
+        stream.finished(FinishReason.CANCELLED, None)
 
     def snapshot(self) -> KvSnapshot:
         assert self._kv is not None

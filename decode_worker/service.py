@@ -1,0 +1,136 @@
+"""The decode role: reserve blocks, bring the KV that is lacking or compute it, write tokens to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from engine.loop import Engine
+from engine.tell import tell
+from engine.words import NewSequence, StepReport
+from fleet.block_hash import HashKeys
+from fleet.chassis import Chassis, Stream
+from fleet.errors import BadRequest, FleetError, Internal, LeaseExpired, TransferFailed
+from fleet.events import LoadReport
+from fleet.handoff import CancelReason, DecodeJob, KvTicket
+from fleet.ids import LeaseId
+from fleet.stages import Stage
+from kv_transfer.plan import lacking
+from kv_transfer.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+
+class DecodeService:
+    """`DecodeJob` in; tokens out. KV that does not come, or not proven, is computed here: never guessed."""
+
+    def __init__(self, chassis: Chassis, engine: Engine, transfer: Transfer, pull_limit_s: float) -> None:
+        self._chassis = chassis
+        self._engine = engine
+        self._transfer = transfer
+        self._pull_limit_s = pull_limit_s
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._counters = {"pulls_recomputed": 0, "pulled_tokens": 0, "pull_hit_tokens": 0, "local_prefills": 0}
+        self._pull_bytes_s: float | None = None
+        self._model = engine.fingerprint.digest()
+
+    def accept(self, stream: Stream) -> None:
+        job = stream.job
+        if not isinstance(job, DecodeJob):
+            raise BadRequest("a decode worker takes DecodeJob only; send PrefillJob to a prefill worker")
+        request = job.request
+        new = NewSequence(
+            id=stream.id,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            keys=HashKeys(self._model, self._engine.layout.block_size, request.adapter, request.salt),
+            generated=job.generated,
+            priority=request.priority,
+            fill=job.ticket is not None,
+        )
+        if job.ticket is None:
+            self._counters["local_prefills"] += 1
+            self._engine.add(new)
+            return
+        if job.ticket.tokens != len(request.prompt):
+            raise BadRequest(
+                f"the ticket covers {job.ticket.tokens} tokens, the prompt has {len(request.prompt)}"
+            )
+        if not job.generated:
+            raise BadRequest("a ticket comes with the first token that was drawn from its KV")
+        task = asyncio.create_task(self._bring(stream, new, job.ticket))
+        self._bringing[stream.id] = task
+        task.add_done_callback(lambda done: self._brought(stream, done))
+
+    async def _bring(self, stream: Stream, new: NewSequence, ticket: KvTicket) -> None:
+        """From ticket to runnable sequence. The lease is renewed from now on, also while this one queues."""
+        async with self._transfer.keep(ticket):
+            try:
+                reservation = await self._engine.reserve(new)
+            except FleetError as error:
+                stream.failed(error)
+                return
+            size = self._engine.layout.block_size
+            proven = reservation.cached * size
+            try:
+                pairs = lacking(ticket.tokens, size, reservation.blocks, reservation.cached)
+                self._counters["pull_hit_tokens"] += min(proven, ticket.tokens)
+                if pairs:
+                    stream.started(Stage.PULL_STARTED)
+                    pulled = await self._transfer.pull(ticket, pairs, self._pull_limit_s)
+                    stream.started(Stage.PULL_ENDED)
+                    self._measure(pulled.bytes, pulled.seconds)
+                    self._counters["pulled_tokens"] += max(0, ticket.tokens - proven)
+                proven = max(proven, ticket.tokens)
+            except (LeaseExpired, TransferFailed, BadRequest) as error:
+                self._counters["pulls_recomputed"] += 1
+                log.warning("request %s: KV did not come, computing it here: %s", stream.job.request.id, error)
+            finally:
+                # Also after a cancel: the pull has ended for sure, so the blocks may be used again.
+                self._engine.filled(new.id, proven)
+
+    def _brought(self, stream: Stream, task: asyncio.Task[None]) -> None:
+        self._bringing.pop(stream.id, None)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            log.error("request %s: bringing its KV broke", stream.job.request.id, exc_info=defect)
+            self._engine.cancel(stream.id)
+            stream.failed(Internal(f"bringing the KV broke: {type(defect).__name__}"))
+
+    def _measure(self, count: int, seconds: float) -> None:
+        if seconds > 0:
+            rate = count / seconds
+            self._pull_bytes_s = rate if self._pull_bytes_s is None else 0.8 * self._pull_bytes_s + 0.2 * rate
+
+    def cancel(self, stream: Stream, reason: CancelReason) -> None:
+        self._engine.cancel(stream.id)
+        if (task := self._bringing.get(stream.id)) is not None:
+            task.cancel()
+
+    def release(self, lease: LeaseId) -> None:
+        self._transfer.release(lease)
+
+    def stepped(self, report: StepReport) -> None:
+        """The engine's sink."""
+        tell(report, self._chassis.stream)
+        self._chassis.publish(report.events)
+
+    def report(self, base: LoadReport) -> LoadReport:
+        load = self._engine.load()
+        return replace(
+            base,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            prefill_tokens_s=load.prefill_tokens_s,
+            decode_step_s=load.decode_step_s,
+            decode_batch=load.decode_batch,
+            pull_bytes_s=self._pull_bytes_s,
+            counters={**load.counters, **self._transfer.counters(), **self._counters},
+        )
+
+    def idle(self) -> bool:
+        load = self._engine.load()
+        return load.running == 0 and load.waiting == 0 and not self._bringing

@@ -1,0 +1,91 @@
+"""The prefill role: compute a prompt, draw one token, lend the KV until it was pulled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.loop import Engine
+from engine.tell import tell
+from engine.words import NewSequence, StepReport
+from fleet.block_hash import HashKeys
+from fleet.chassis import Chassis, Stream
+from fleet.errors import BadRequest
+from fleet.events import LoadReport
+from fleet.handoff import CancelReason, PrefillJob
+from fleet.ids import LeaseId
+from kv_transfer.transfer import Transfer
+
+
+class PrefillService:
+    """`PrefillJob` in; `Prefilled` with a ticket out. Holds a sequence's blocks as long as its lease lives."""
+
+    def __init__(self, chassis: Chassis, engine: Engine, transfer: Transfer) -> None:
+        self._chassis = chassis
+        self._engine = engine
+        self._transfer = transfer
+        self._lent: dict[LeaseId, str] = {}
+        self._model = engine.fingerprint.digest()
+
+    def accept(self, stream: Stream) -> None:
+        job = stream.job
+        if not isinstance(job, PrefillJob):
+            raise BadRequest("a prefill worker takes PrefillJob only; send DecodeJob to a decode worker")
+        request = job.request
+        self._engine.add(
+            NewSequence(
+                id=stream.id,
+                prompt=request.prompt,
+                sampling=request.sampling,
+                keys=HashKeys(self._model, self._engine.layout.block_size, request.adapter, request.salt),
+                priority=request.priority,
+                hold=True,
+            )
+        )
+
+    def cancel(self, stream: Stream, reason: CancelReason) -> None:
+        self._engine.cancel(stream.id)
+
+    def release(self, lease: LeaseId) -> None:
+        self._transfer.release(lease)
+
+    def stepped(self, report: StepReport) -> None:
+        """The engine's sink."""
+        drawn = tell(report, self._chassis.stream)
+        for held in report.held:
+            stream = self._chassis.stream(held.id)
+            if stream is None or held.finish is not None:
+                # Nobody waits, or nothing is left to decode: the KV stays in the prefix cache only.
+                self._engine.release(held.id)
+                ticket = None
+            else:
+                ticket = self._transfer.grant(held.blocks, held.tokens)
+                self._lent[ticket.lease] = held.id
+            if stream is not None:
+                first = drawn[held.id]
+                stream.prefilled(first.token, first.logprobs, ticket, held.cached_tokens, held.finish)
+        self._chassis.publish(report.events)
+
+    def lease_ended(self, lease: LeaseId, why: str) -> None:
+        """The transfer layer's word that no read touches the blocks any more."""
+        sequence = self._lent.pop(lease, None)
+        if sequence is not None:
+            self._engine.release(sequence)
+
+    def report(self, base: LoadReport) -> LoadReport:
+        load = self._engine.load()
+        return replace(
+            base,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            prefill_tokens_s=load.prefill_tokens_s,
+            decode_step_s=load.decode_step_s,
+            decode_batch=load.decode_batch,
+            counters={**load.counters, **self._transfer.counters(), "leases": len(self._lent)},
+        )
+
+    def idle(self) -> bool:
+        load = self._engine.load()
+        return load.running == 0 and load.waiting == 0 and not self._lent
