@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 
-from fleet.block_hash import HashKeys, block_hashes, short
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fleet.block_hash import HashKeys, block_hashes, short
 
 KEYS = HashKeys(model="m", block_size=4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
+
 from fleet.kv_layout import Fingerprint, KvLayout
 
 LAYOUT = KvLayout(layers=30, kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")

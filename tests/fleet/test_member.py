@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from fleet.member import MemberState, step
 
 ALLOWED = {
@@ -17,7 +18,7 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize(("state", "to"), itertools.product(MemberState, MemberState))
+@pytest.mark.parametrize(("state", "to"), list(itertools.product(MemberState, MemberState)))
 def test_steps(state: MemberState, to: MemberState) -> None:
     if (state, to) in ALLOWED:
         assert step(state, to) is to
