@@ -1,0 +1,401 @@
+"""Settings: frozen dataclasses filled from a TOML file, then the environment, then flags; later wins.
+
+A process declares one frozen dataclass whose fields are plain values or nested frozen dataclasses, called
+sections. The field `engine.block_size` is `block_size` in the TOML table `[engine]`, the variable
+`PDFLEET_ENGINE_BLOCK_SIZE` and the flag `--engine.block-size`; the string literal below a field is its
+help. A setting that does not exist, cannot be read or is refused by a `__post_init__` is an error that
+names it and where it came from.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import math
+import os
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+PREFIX = "PDFLEET_"
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+
+
+class SettingsError(ValueError):
+    """One line: which setting, from where, what was wrong and what would be right."""
+
+
+class HelpAsked(Exception):
+    """`--help` was among the flags; the text is the only argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """Where the fleet is found, and how this process is found in it."""
+
+    fleet: str = "default"
+    """Name of the fleet; processes of other names on the same etcd and NATS are not seen."""
+    etcd: str = "127.0.0.1:2379"
+    """Of etcd: HOST:PORT."""
+    nats: str = "nats://127.0.0.1:4222"
+    """Of NATS: one URL, or several separated by commas."""
+    bind: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    advertise: str = ""
+    """Host name or address that others reach this process by; empty: that of `bind`."""
+    lease_ttl_s: float = 5.0
+    """Seconds without a sign of life after which a process is no longer a member; etcd wants at least 1."""
+    etcd_user: str = ""
+    """For etcd with authentication; empty: without."""
+    etcd_password: str = field(default="", repr=False)
+    """Of `etcd_user`. Flags are seen by everybody on the machine: prefer the environment."""
+    etcd_ca: Path | None = None
+    """PEM file of the authorities to trust; given, etcd is spoken to over TLS."""
+
+    def __post_init__(self) -> None:
+        if not self.fleet or any(c in "./*>" or c.isspace() for c in self.fleet):
+            raise ValueError(
+                f"fleet is {self.fleet!r}; a name without dots, slashes, spaces, * or > is needed"
+            )
+        host, _, port = self.etcd.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"etcd is {self.etcd!r}; HOST:PORT without a scheme is needed")
+        if not self.nats:
+            raise ValueError("nats is empty; a URL such as nats://127.0.0.1:4222 is needed")
+        if self.lease_ttl_s < 1:
+            raise ValueError(f"lease_ttl_s is {self.lease_ttl_s}; etcd grants leases of 1 s or more")
+        if self.bind in ("0.0.0.0", "::") and not self.advertise:
+            raise ValueError(f"bind is {self.bind}: advertise must name how others reach this host")
+
+    @property
+    def advertised(self) -> str:
+        return self.advertise or self.bind
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One plain field, wherever it is nested."""
+
+    path: tuple[str, ...]
+    type: Any
+    default: Any
+    """MISSING: must be given."""
+    help: str
+    secret: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + ".".join(self.path).replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + "_".join(self.path).upper()
+
+
+def load(cls: type[T], argv: Sequence[str], environ: Mapping[str, str], prog: str = "") -> T:
+    """The settings. Raises `SettingsError`, or `HelpAsked` if `--help` or `-h` is in `argv`."""
+    settings = {setting.path: setting for setting in _settings(cls)}
+    if "--help" in argv or "-h" in argv:
+        raise HelpAsked(help_text(cls, prog))
+    config, flags = _read_flags(settings, argv)
+    values: dict[tuple[str, ...], Any] = {}
+    if config is not None:
+        _read_toml(cls, settings, config, values)
+    _read_environment(cls, settings, environ, values)
+    return _build(cls, (), {**values, **flags})
+
+
+def load_or_exit(
+    cls: type[T],
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    prog: str = "",
+) -> T:
+    """As `load`, for a `__main__`: prints help and exits 0, or prints the error in one line and exits 2."""
+    try:
+        return load(
+            cls, sys.argv[1:] if argv is None else argv, os.environ if environ is None else environ, prog
+        )
+    except HelpAsked as asked:
+        print(asked)
+        raise SystemExit(0) from None
+    except SettingsError as error:
+        print(f"{prog or 'error'}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def help_text(cls: type[Any], prog: str = "") -> str:
+    """What `--help` prints: every setting with its kind, default, variable and meaning."""
+    lines = [f"usage: {prog or 'PROGRAM'} [--config FILE.toml] [--SETTING VALUE ...]", ""]
+    lines += textwrap.wrap((inspect.getdoc(cls) or "").partition("\n\n")[0], 100)
+    lines += ["", "Later wins: the file's tables, then the environment, then flags."]
+    section: tuple[str, ...] | None = None
+    for setting in _settings(cls):
+        if setting.path[:-1] != section:
+            section = setting.path[:-1]
+            lines += ["", ".".join(section) + ":" if section else "settings:"]
+        lines.append(f"  {setting.flag} {_kind(setting.type).upper()}")
+        if setting.secret:
+            note = ""
+        elif setting.default is MISSING:
+            note = " (required)"
+        else:
+            note = f" (default: {_shown(setting.default)})"
+        lines += textwrap.wrap(f"{setting.help}{note} [{setting.variable}]", 94, initial_indent=" " * 6,
+                               subsequent_indent=" " * 6)  # fmt: skip
+    return "\n".join(lines)
+
+
+def _settings(cls: type[Any], path: tuple[str, ...] = (), default: Any = MISSING) -> Iterator[_Setting]:
+    """Plain fields of `cls` and of its sections, plain ones first, else in the order they are written."""
+    hints, docs = get_type_hints(cls), _docs(cls)
+    nested = []
+    for item in fields(cls):
+        if not item.init:
+            continue
+        preset = _default(item) if default is MISSING else getattr(default, item.name)
+        if _is_section(hints[item.name]):
+            nested.append((hints[item.name], (*path, item.name), preset))
+        else:
+            yield _Setting(
+                (*path, item.name), hints[item.name], preset, docs.get(item.name, ""), not item.repr
+            )
+    for section, section_path, preset in nested:
+        yield from _settings(section, section_path, preset)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default
+
+
+def _docs(cls: type[Any]) -> dict[str, str]:
+    """Field → the string literal below it; empty where there is no source to read."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not is_dataclass(base):
+            continue
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for line, below in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                docs[line.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def _read_flags(
+    settings: Mapping[tuple[str, ...], _Setting], argv: Sequence[str]
+) -> tuple[Path | None, dict[tuple[str, ...], Any]]:
+    by_flag = {setting.flag: setting for setting in settings.values()}
+    config: Path | None = None
+    values: dict[tuple[str, ...], Any] = {}
+    rest = list(argv)
+    while rest:
+        name, given, text = rest.pop(0).partition("=")
+        setting = by_flag.get(name)
+        if setting is None and name != "--config":
+            if not name.startswith("--"):
+                raise SettingsError(f"unexpected argument {name!r}; settings are given as --name VALUE")
+            raise SettingsError(f"there is no setting {name}{_nearest(name, [*by_flag, '--config'])}")
+        if not given:
+            if (
+                setting is not None
+                and setting.type is bool
+                and (not rest or rest[0].lower() not in _TRUE | _FALSE)
+            ):
+                text = "true"
+            elif rest:
+                text = rest.pop(0)
+            else:
+                raise SettingsError(f"{name} needs a value")
+        if setting is None:
+            config = Path(text)
+        else:
+            values[setting.path] = _parse(setting.type, text, name)
+    return config, values
+
+
+def _read_environment(
+    cls: type[Any],
+    settings: Mapping[tuple[str, ...], _Setting],
+    environ: Mapping[str, str],
+    values: dict[tuple[str, ...], Any],
+) -> None:
+    by_variable = {setting.variable: setting for setting in settings.values()}
+    assert len(by_variable) == len(settings), "two settings would have the same variable"
+    sections = tuple({PREFIX + path[0].upper() + "_" for path in settings if len(path) > 1})
+    for name, text in environ.items():
+        setting = by_variable.get(name)
+        if setting is not None:
+            values[setting.path] = _parse(setting.type, text, name)
+        elif name.startswith(sections):
+            # Variables of other sections are other processes' business: one environment serves a whole host.
+            raise SettingsError(f"there is no setting {name}{_nearest(name, by_variable)}")
+
+
+def _read_toml(
+    cls: type[Any],
+    settings: Mapping[tuple[str, ...], _Setting],
+    file: Path,
+    values: dict[tuple[str, ...], Any],
+) -> None:
+    try:
+        tree = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: not TOML: {error}") from None
+    sections = {path[:n] for path in settings for n in range(1, len(path))}
+
+    def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        for name, value in table.items():
+            here = (*path, name)
+            where = f"{file}: {'.'.join(here)}"
+            if here in settings:
+                values[here] = _convert(settings[here].type, value, where)
+            elif here not in sections:
+                known = [".".join(p) for p in settings]
+                raise SettingsError(f"there is no setting {where}{_nearest('.'.join(here), known)}")
+            elif isinstance(value, dict):
+                walk(value, here)
+            else:
+                raise SettingsError(f"{where} is a section: [{'.'.join(here)}] is needed, not a value")
+
+    walk(tree, ())
+
+
+def _build(
+    cls: type[T], path: tuple[str, ...], values: Mapping[tuple[str, ...], Any], default: Any = MISSING
+) -> T:
+    hints = get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]  # checked by `is_dataclass` where sections are found
+        if not item.init:
+            continue
+        here = (*path, item.name)
+        preset = _default(item) if default is MISSING else getattr(default, item.name)
+        if _is_section(hints[item.name]):
+            given[item.name] = _build(hints[item.name], here, values, preset)
+        elif here in values:
+            given[item.name] = values[here]
+        elif preset is MISSING:
+            flag = "--" + ".".join(here).replace("_", "-")
+            raise SettingsError(f"{flag} must be given (or {PREFIX}{'_'.join(here).upper()})")
+        else:
+            given[item.name] = preset
+    try:
+        return cls(**given)
+    except SettingsError:
+        raise
+    except ValueError as error:
+        raise SettingsError(f"{'.'.join(path)}: {error}" if path else str(error)) from error
+
+
+def _parse(kind: Any, text: str, where: str) -> Any:
+    """A value from the text of a flag or a variable."""
+    inner = _optional(kind)
+    if inner is not None:
+        return None if text.lower() in ("", "none") else _parse(inner, text, where)
+    if kind is bool:
+        if text.lower() not in _TRUE | _FALSE:
+            _refuse(kind, text, where)
+        return text.lower() in _TRUE
+    if kind in (int, float):
+        try:
+            return _convert(kind, kind(text), where)
+        except (ValueError, OverflowError):
+            _refuse(kind, text, where)
+    if get_origin(kind) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return _convert(kind, text, where)
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """A value from one that TOML already gave a type."""
+    inner = _optional(kind)
+    if inner is not None:
+        return _convert(inner, value, where)
+    if kind is float and type(value) in (int, float) and not math.isnan(value):
+        return float(value)
+    if kind in (str, int, bool) and type(value) is kind:
+        return value
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    if get_origin(kind) is tuple and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    if isinstance(kind, type) and issubclass(kind, StrEnum) and value in [member.value for member in kind]:
+        return kind(value)
+    _refuse(kind, value, where)
+
+
+def _refuse(kind: Any, value: object, where: str) -> NoReturn:
+    wanted = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Path: "a path",
+    }.get(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        wanted = "one of " + ", ".join(member.value for member in kind)
+    elif get_origin(kind) is tuple:
+        wanted = "a list of texts"
+    if wanted is None:
+        raise TypeError(f"settings of type {kind} cannot be read; see fleet/settings.py for those that can")
+    raise SettingsError(f"{where} is {value!r}; {wanted} is needed")
+
+
+def _optional(kind: Any) -> Any:
+    """X of `X | None`; None of any other type."""
+    if get_origin(kind) in (Union, UnionType):
+        rest = [part for part in get_args(kind) if part is not NoneType]
+        if len(rest) == 1 and len(get_args(kind)) == 2:
+            return rest[0]
+    return None
+
+
+def _kind(kind: Any) -> str:
+    inner = _optional(kind)
+    if inner is not None:
+        return _kind(inner)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return "|".join(member.value for member in kind)
+    if get_origin(kind) is tuple:
+        return "text,..."
+    return {str: "text", int: "int", float: "number", bool: "true|false"}.get(kind, "path")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return str(value) or '""'
+
+
+def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else "; see --help"
