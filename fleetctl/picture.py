@@ -1,0 +1,140 @@
+"""Asks a fleet what it is: cards, routers and counts from etcd, loads from the workers themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+
+from fleet.card_codec import decode_card
+from fleet.errors import BadRequest, FleetError, Unavailable
+from fleet.member import WorkerCard, desired_key, workers_prefix
+from fleet.registry import Registry, View
+from fleet.wire import Wire
+from fleetctl.reconcile import parse_desired
+from fleetctl.servers import http_status
+from fleetctl.words import (
+    WORKERS,
+    FleetPicture,
+    FleetState,
+    Kind,
+    RouterRow,
+    ServerRow,
+    WorkerRow,
+)
+
+ANSWER_S = 3.0
+"""How long a worker or router may take to answer before it is shown as silent."""
+
+
+async def read_view(registry: Registry, fleet: str, etcd: str, limit_s: float = 5.0) -> View:
+    """All keys of the fleet now. Raises `Unavailable` when etcd does not answer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            async for view in registry.watch(f"/fleet/{fleet}/"):
+                if view.live:
+                    return view
+    except TimeoutError:
+        pass
+    raise Unavailable(f"etcd at {etcd} does not answer; is the fleet up, and --etcd right?")
+
+
+def cards_in(view: View, fleet: str) -> dict[str, WorkerCard]:
+    """By worker id. A card that cannot be read is left out: it belongs to another version."""
+    cards = {}
+    for key, data in sorted(view.values.items()):
+        if key.startswith(workers_prefix(fleet)):
+            try:
+                card = decode_card(data)
+            except BadRequest:
+                continue
+            cards[str(card.id)] = card
+    return cards
+
+
+async def take_picture(
+    registry: Registry, wire: Wire, fleet: str, etcd: str, state: FleetState | None
+) -> FleetPicture:
+    """`state` is the supervisor's file, where the fleet has one on this machine."""
+    view = await read_view(registry, fleet, etcd)
+    cards = cards_in(view, fleet)
+    rows = {row.id: row for row in await asyncio.gather(*(_worker(card, wire) for card in cards.values()))}
+    for child in state.children if state else ():
+        if child.kind in WORKERS:
+            # Without a card it starts, or crashed and waits: the supervisor alone knows of it.
+            row = rows.get(child.name) or WorkerRow(child.name, child.kind, child.phase, child.pid)
+            rows[child.name] = replace(row, restarts=child.restarts, note=child.note)
+    models = sorted({card.model for card in cards.values()} | ({state.model} if state else set()))
+    data = view.values.get(desired_key(fleet))
+    return FleetPicture(
+        fleet=fleet,
+        model=", ".join(models),
+        workers=tuple(sorted(rows.values(), key=lambda row: (row.role != Kind.PREFILL, row.id))),
+        routers=tuple(
+            await asyncio.gather(*(_router(found, state) for found in _routers(view, fleet, state)))
+        ),
+        desired=parse_desired(data) if data is not None else None,
+        etcd=ServerRow(etcd, "ready", _pid(state, Kind.ETCD)),
+        nats=ServerRow(state.nats, _phase(state, Kind.NATS), _pid(state, Kind.NATS)) if state else None,
+        supervisor=state.pid if state else None,
+    )
+
+
+async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
+    row = WorkerRow(
+        id=card.id,
+        role=card.role,
+        state=card.state,
+        pid=card.pid,
+        host=card.host,
+        address=card.address,
+        model=card.model,
+        blocks_total=card.blocks,
+    )
+    try:
+        report = await wire.status(card.address, ANSWER_S)
+    except FleetError as error:
+        return replace(row, state="silent", note=error.message)
+    return replace(
+        row,
+        state=report.state,
+        running=report.running,
+        waiting=report.waiting,
+        queued_tokens=report.queued_tokens,
+        blocks_free=report.blocks_free,
+        blocks_total=report.blocks_total,
+        counters=dict(sorted(report.counters.items())),
+    )
+
+
+def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str, str, int | None]]:
+    """Id, URL and pid of each that registered, or of the supervised one while it starts."""
+    found = []
+    for key, data in sorted(view.values.items()):
+        if key.startswith(f"/fleet/{fleet}/routers/"):
+            try:
+                card = msgspec.json.decode(data, type=dict[str, str | int])
+                found.append((str(card["id"]), str(card["http"]), int(card["pid"])))
+            except (msgspec.DecodeError, KeyError, ValueError):
+                continue
+    if not found and state is not None:
+        found.append(("router", state.router, _pid(state, Kind.ROUTER)))
+    return found
+
+
+async def _router(found: tuple[str, str, int | None], state: FleetState | None) -> RouterRow:
+    name, url, pid = found
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    status = await http_status(host.strip("[]"), int(port), "/ready", ANSWER_S) if port.isdigit() else None
+    said = {200: "ready", None: "silent"}.get(status, "not ready")
+    restarts = next((child.restarts for child in state.children if child.pid == pid), 0) if state else 0
+    return RouterRow(name, url, said, pid, restarts)
+
+
+def _pid(state: FleetState | None, kind: Kind) -> int | None:
+    return next((child.pid for child in state.children if child.kind is kind), None) if state else None
+
+
+def _phase(state: FleetState, kind: Kind) -> str:
+    return next((str(child.phase) for child in state.children if child.kind is kind), "away")

@@ -1,0 +1,545 @@
+"""Keeps one machine's fleet as wanted: starts, watches, restarts, drains and ends its processes.
+
+The decisions are `fleetctl.reconcile`; here are the processes, the watch and the clock. Every process
+is started in exec form in a session of its own: SIGTERM reaches exactly it, and Ctrl-C in the terminal
+only the supervisor. If the supervisor dies, the kernel ends them all (`fleetctl/child.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fleet.card_codec import decode_card
+from fleet.errors import BadRequest, FleetError, Unavailable
+from fleet.events import LoadReport
+from fleet.ids import new_worker_id
+from fleet.member import MemberState, WorkerCard, desired_key, workers_prefix
+from fleet.registry import Registry, View
+from fleet.wire import Wire
+from fleetctl import child as exec_shim
+from fleetctl.connect import connected
+from fleetctl.reconcile import (
+    answered,
+    became,
+    decide,
+    exited,
+    failing,
+    format_desired,
+    parse_desired,
+    settled,
+    started,
+)
+from fleetctl.servers import etcd_flags, find_binary, free_ports, http_status, nats_flags, nats_serves
+from fleetctl.state import MARK, StateFolder, born
+from fleetctl.words import (
+    SERVERS,
+    WORKERS,
+    Child,
+    ChildRecord,
+    Closing,
+    Desired,
+    FleetPicture,
+    FleetState,
+    Forget,
+    Kill,
+    Kind,
+    Phase,
+    Policy,
+    RouterRow,
+    ServerRow,
+    Start,
+    Stop,
+    WorkerRow,
+)
+
+LAST_LINES = 15
+"""Of a failed child's log, shown with the error."""
+
+
+def default_commands() -> dict[Kind, tuple[str, ...]]:
+    """How each process is started, before its flags. `-P`: modules of the folder one happens to stand
+    in must not take the place of ours."""
+    python = (sys.executable, "-P", "-m")
+    return {
+        Kind.ETCD: (find_binary("etcd"),),
+        Kind.NATS: (find_binary("nats-server"),),
+        Kind.ROUTER: (*python, "router"),
+        Kind.PREFILL: (*python, "prefill_worker"),
+        Kind.DECODE: (*python, "decode_worker"),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What `up` was asked for."""
+
+    fleet: str
+    host: str
+    port: int
+    """Of the router; a real one, never 0."""
+    model: Path
+    """Folder of the model's files."""
+    model_name: str
+    desired: Desired
+    commands: Mapping[Kind, tuple[str, ...]]
+    flags: Mapping[Kind, tuple[str, ...]] = field(default_factory=dict)
+    """Further settings for the processes of a kind."""
+    policy: Policy = field(default_factory=Policy)
+    look_s: float = 1.0
+    """Between looks at the children, seconds; shorter while one is starting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One line of what happens, and why."""
+
+    name: str
+    what: str
+    why: str
+
+
+class StartFailed(FleetError):
+    """The fleet never came up. The message names the child and ends with its last log lines."""
+
+
+class Supervisor:
+    """One fleet from first start to last exit. `notice` is called for everything it does."""
+
+    def __init__(self, plan: FleetPlan, folder: StateFolder, notice: Callable[[Notice], None]) -> None:
+        self.plan = plan
+        self.desired = plan.desired
+        self.served = False
+        """Whether the fleet was ready once."""
+        self.ready = False
+        """Whether a request could be served at the last look."""
+        self._folder = folder
+        self._notice = notice
+        etcd_port, self._peer_port, nats_port = free_ports(3)
+        self._etcd = ("127.0.0.1", etcd_port)
+        self._nats = ("127.0.0.1", nats_port)
+        self._children: dict[str, Child] = {}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._born: dict[str, str | None] = {}
+        self._notes: dict[str, str] = {}
+        self._view = View({}, live=False)
+        self._cards: dict[str, WorkerCard] = {}
+        """The last one each worker showed."""
+        self._registered: set[str] = set()
+        """Workers whose card stands now."""
+        self._written: FleetState | None = None
+        self._reports: dict[str, LoadReport] = {}
+        self._router_status: int | None = None
+        self._unserved_since: float | None = None
+        self._closing = Closing.NO
+        self._failure: StartFailed | None = None
+        self._changed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.plan.host}]" if ":" in self.plan.host else self.plan.host
+        return f"http://{host}:{self.plan.port}"
+
+    @property
+    def etcd(self) -> str:
+        return f"{self._etcd[0]}:{self._etcd[1]}"
+
+    @property
+    def nats(self) -> str:
+        return f"nats://{self._nats[0]}:{self._nats[1]}"
+
+    @property
+    def closing(self) -> Closing:
+        return self._closing
+
+    def close(self) -> None:
+        """Drains and ends everything in order; called again, hurries."""
+        self._closing = Closing.ORDERLY if self._closing is Closing.NO else Closing.HURRIED
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until it was closed and the last child is gone. Raises `StartFailed`. Call with the lock held."""
+        self._prepare()
+        try:
+            async with connected(self.etcd) as (registry, wire), asyncio.TaskGroup() as self._tasks:
+                beside = [
+                    self._tasks.create_task(self._watch(registry)),
+                    self._tasks.create_task(self._look_again(registry, wire)),
+                ]
+                await self._reconcile(wire)
+                for task in beside:
+                    task.cancel()
+        finally:
+            for process in self._processes.values():
+                if process.returncode is None:
+                    _kill_group(process)
+            self._folder.remove()
+        if self._failure is not None:
+            raise self._failure
+
+    def _prepare(self) -> None:
+        for orphan in self._folder.clear_orphans():
+            self._notice(Notice(orphan.name, "ended", f"left over from an earlier run, pid {orphan.pid}"))
+        # Cards of an earlier life would be leased anew by a restarted etcd, and look alive.
+        shutil.rmtree(self._folder.path / "etcd", ignore_errors=True)
+        self._folder.fresh_logs()
+
+    # -- the loop
+
+    async def _reconcile(self, wire: Wire) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._changed.clear()
+            decision = decide(
+                self.desired, list(self._children.values()), clock(), self.plan.policy, self._closing
+            )
+            for action in decision.actions:
+                await self._act(action, clock())
+            self._judge(clock())
+            self._write()
+            if self._closing is not Closing.NO and not self._children:
+                return
+            if decision.actions:
+                continue
+            wait_s = None if decision.wake_at is None else max(0.0, decision.wake_at - clock())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+
+    async def _act(self, action: Start | Stop | Kill | Forget, now: float) -> None:
+        match action:
+            case Start(kind, name, why):
+                await self._start(kind, name, why)
+            case Stop(name, why):
+                self._say(name, "stop", why)
+                self._children[name] = became(self._children[name], Phase.STOPPING, now)
+                with contextlib.suppress(ProcessLookupError):
+                    self._processes[name].send_signal(signal.SIGTERM)
+            case Kill(name, why):
+                self._say(name, "kill", why)
+                self._children[name] = replace(self._children[name], killed=True)
+                _kill_group(self._processes[name])
+            case Forget(name, why):
+                self._say(name, "forget", why)
+                self._drop(name)
+
+    async def _start(self, kind: Kind, name: str | None, why: str) -> None:
+        clock = asyncio.get_running_loop().time
+        again = name is not None
+        if name is None:
+            name = new_worker_id(kind) if kind in WORKERS else str(kind)
+        child = self._children[name] if again else Child(name, kind, Phase.STARTING, clock())
+        command = [*self.plan.commands[kind], *self._flags(kind, name), *self.plan.flags.get(kind, ())]
+        shim = [sys.executable, "-I", "-S", str(Path(exec_shim.__file__)), str(os.getpid())]
+        with self._folder.log(name).open("ab") as log:
+            log.write(f"{MARK} {time.strftime('%F %T')}: {' '.join(command)}\n".encode())
+            log.flush()
+            process = await asyncio.create_subprocess_exec(
+                *shim,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(kind),
+                start_new_session=True,
+            )
+        self._say(name, "start", f"{why}; pid {process.pid}")
+        self._children[name] = started(child, process.pid, clock())
+        self._processes[name] = process
+        self._born[name] = born(process.pid)
+        self._tasks.create_task(self._attend(name, process))
+
+    def _flags(self, kind: Kind, name: str) -> list[str]:
+        if kind is Kind.ETCD:
+            return etcd_flags(self._etcd[1], self._peer_port, self._folder.path / "etcd")
+        if kind is Kind.NATS:
+            return nats_flags(self._nats[1])
+        control = [
+            "--control.etcd",
+            self.etcd,
+            "--control.nats",
+            self.nats,
+            "--control.fleet",
+            self.plan.fleet,
+        ]
+        if kind is Kind.ROUTER:
+            return [*control, "--host", self.plan.host, "--port", str(self.plan.port)]
+        model = ["--model", str(self.plan.model), "--model-name", self.plan.model_name]
+        return [*control, *model, "--worker-id", name]
+
+    async def _attend(self, name: str, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        now = asyncio.get_running_loop().time()
+        slot, why = exited(self._children[name], code, now, self.plan.policy, random.random(), self._closing)
+        self._say(name, "gone" if slot is None else "crash", why)
+        if slot is None:
+            self._drop(name)
+        else:
+            self._children[name] = slot
+            self._reports.pop(name, None)
+        self._changed.set()
+
+    def _drop(self, name: str) -> None:
+        for table in (self._children, self._processes, self._born, self._notes, self._reports, self._cards):
+            table.pop(name, None)
+
+    def _judge(self, now: float) -> None:
+        """Notices the moment of readiness, or that it will never come."""
+        if self._closing is not Closing.NO:
+            self.ready = False
+            return
+        all_ready = settled(self.desired, list(self._children.values()))
+        serves = self._router_status == 200
+        self.ready = serves and (all_ready or self.served)
+        if self.served:
+            return
+        if all_ready and serves:
+            self.served = True
+            self._say("fleet", "ready", f"{self.url}/v1")
+            return
+        for child in self._children.values():
+            if (why := failing(child, self.plan.policy)) is not None:
+                self._fail(child.name, why)
+                return
+        if not all_ready:
+            self._unserved_since = None
+        elif self._unserved_since is None:
+            self._unserved_since = now
+        elif now - self._unserved_since > self.plan.policy.ready_limit_s:
+            answer = "nothing" if self._router_status is None else str(self._router_status)
+            self._fail("router", f"all processes run, but the router's /ready answers {answer}")
+
+    def _fail(self, name: str, why: str) -> None:
+        self._say(name, "failed", why)
+        lines = self._folder.last_lines(name, LAST_LINES) or ["(it wrote nothing)"]
+        log = self._folder.log(name)
+        self._failure = StartFailed(
+            "\n".join([f"{why}. The last lines of {log}:", *(f"    {line}" for line in lines)])
+        )
+        self._closing = Closing.HURRIED
+        self._changed.set()
+
+    # -- what is seen
+
+    async def _watch(self, registry: Registry) -> None:
+        async for view in registry.watch(f"/fleet/{self.plan.fleet}/"):
+            self._view = view
+            self._read_desired(view)
+            self._read_cards(view)
+            self._changed.set()
+
+    def _read_desired(self, view: View) -> None:
+        data = view.values.get(desired_key(self.plan.fleet))
+        if data is None:
+            return  # not written yet, or lost with etcd's data: what was wanted last still is
+        try:
+            desired = parse_desired(data)
+        except BadRequest as error:
+            if self._notes.get("desired") != error.message:
+                self._say("desired", "ignored", error.message)
+            return
+        if desired != self.desired:
+            self._say("desired", "changed", f"prefill={desired.prefill} decode={desired.decode}")
+            self.desired = desired
+
+    def _read_cards(self, view: View) -> None:
+        now = asyncio.get_running_loop().time()
+        prefix = workers_prefix(self.plan.fleet)
+        self._registered = set()
+        for key, data in view.values.items():
+            if not key.startswith(prefix):
+                continue
+            try:
+                card = decode_card(data)
+            except BadRequest as error:
+                self._say(key.removeprefix(prefix), "ignored", error.message)
+                continue
+            self._cards[card.id] = card
+            self._registered.add(card.id)
+            child = self._children.get(card.id)
+            # A card of the life before says nothing about this one.
+            if child is None or child.pid != card.pid:
+                continue
+            phases = {MemberState.READY: Phase.READY, MemberState.DRAINING: Phase.DRAINING}
+            if card.state in phases:
+                self._enter(child, phases[card.state], now)
+
+    def _enter(self, child: Child, phase: Phase, now: float) -> None:
+        after = became(child, phase, now)
+        if after is not child:
+            self._children[child.name] = after
+            took = f"after {now - child.since:.1f} s" if phase is Phase.READY else "told to by an operator"
+            self._say(child.name, str(phase), took)
+            self._changed.set()
+
+    async def _look_again(self, registry: Registry, wire: Wire) -> None:
+        while True:
+            await self._look(registry, wire)
+            hurry = any(child.phase is not Phase.READY for child in self._children.values())
+            await asyncio.sleep(min(0.2, self.plan.look_s) if hurry or not self.ready else self.plan.look_s)
+
+    async def _look(self, registry: Registry, wire: Wire) -> None:
+        looks: list[Coroutine[Any, Any, None]] = [
+            self._look_at(child, wire) for child in self._children.values() if child.pid is not None
+        ]
+        await asyncio.gather(*looks, self._keep_desired(registry))
+        self._changed.set()
+
+    async def _keep_desired(self, registry: Registry) -> None:
+        """Writes the counts where they are missing: at first, and after etcd lost its data."""
+        key = desired_key(self.plan.fleet)
+        if self._view.live and key not in self._view.values:
+            with contextlib.suppress(Unavailable):
+                await registry.put(key, format_desired(self.desired))
+
+    async def _look_at(self, child: Child, wire: Wire) -> None:
+        load: int | None = None
+        if child.kind in WORKERS:
+            card = self._cards.get(child.name)
+            report = await self._report(card, wire) if card and card.pid == child.pid else None
+            load = None if report is None else report.running + report.waiting
+            # A frozen worker answers nothing and its card goes with its lease; the card alone may be
+            # missing because etcd is.
+            alive = report is not None or child.name in self._registered or not self._view.live
+        elif child.kind is Kind.ETCD:
+            alive = await http_status(*self._etcd, "/health", 2.0) == 200
+        elif child.kind is Kind.NATS:
+            alive = await nats_serves(*self._nats, 2.0)
+        else:
+            self._router_status = await http_status(_reachable(self.plan.host), self.plan.port, "/ready", 2.0)
+            alive = self._router_status is not None
+        now = asyncio.get_running_loop().time()
+        current = self._children.get(child.name)
+        if current is None or current.pid != child.pid:
+            return
+        self._children[child.name] = current = answered(current, alive, load, now)
+        if alive and child.kind not in WORKERS and current.phase is Phase.STARTING:
+            self._enter(current, Phase.READY, now)
+
+    async def _report(self, card: WorkerCard, wire: Wire) -> LoadReport | None:
+        try:
+            report = await wire.status(card.address, 2.0)
+        except FleetError:
+            self._reports.pop(card.id, None)
+            return None
+        self._reports[card.id] = report
+        return report
+
+    # -- what is told
+
+    def _say(self, name: str, what: str, why: str) -> None:
+        self._notes[name] = f"{what}: {why}"
+        self._notice(Notice(name, what, why))
+
+    def _write(self) -> None:
+        state = FleetState(
+            fleet=self.plan.fleet,
+            pid=os.getpid(),
+            born=born(os.getpid()) or "",
+            model=self.plan.model_name,
+            etcd=self.etcd,
+            nats=self.nats,
+            router=self.url,
+            ready=self.ready,
+            children=tuple(
+                ChildRecord(
+                    name=child.name,
+                    kind=child.kind,
+                    phase=child.phase,
+                    pid=child.pid,
+                    born=self._born.get(child.name),
+                    restarts=child.restarts,
+                    log=str(self._folder.log(child.name)),
+                    note=self._notes.get(child.name, ""),
+                )
+                for child in self._children.values()
+            ),
+        )
+        if state != self._written:
+            self._folder.write(state)
+            self._written = state
+
+    def picture(self) -> FleetPicture:
+        """The fleet as last seen, for the live view."""
+        children = list(self._children.values())
+        workers = tuple(
+            self._row(child)
+            for child in sorted(children, key=lambda one: (one.kind is not Kind.PREFILL, one.name))
+            if child.kind in WORKERS
+        )
+        router = self._children.get("router")
+        state = "away" if router is None else router.phase.value
+        if router is not None and router.phase is Phase.READY and self._router_status != 200:
+            state = "no worker ready"
+        servers = [self._children.get(str(kind)) for kind in SERVERS]
+        rows = [
+            ServerRow(address, child.phase if child else "away", child.pid if child else None)
+            for child, address in zip(servers, (self.etcd, self.nats), strict=True)
+        ]
+        return FleetPicture(
+            fleet=self.plan.fleet,
+            model=self.plan.model_name,
+            workers=workers,
+            routers=(RouterRow("router", self.url, state, router.pid if router else None),),
+            desired=self.desired,
+            etcd=rows[0],
+            nats=rows[1],
+            supervisor=os.getpid(),
+        )
+
+    def _row(self, child: Child) -> WorkerRow:
+        report = self._reports.get(child.name) if child.phase is not Phase.WAITING else None
+        card = self._cards.get(child.name)
+        row = WorkerRow(
+            id=child.name,
+            role=child.kind,
+            state=child.phase,
+            pid=child.pid,
+            address=card.address if card else None,
+            restarts=child.restarts,
+            note=self._notes.get(child.name, ""),
+        )
+        if report is None:
+            return row
+        return replace(
+            row,
+            running=report.running,
+            waiting=report.waiting,
+            queued_tokens=report.queued_tokens,
+            blocks_free=report.blocks_free,
+            blocks_total=report.blocks_total,
+            counters=report.counters,
+        )
+
+
+def _environment(kind: Kind) -> dict[str, str]:
+    env = dict(os.environ)
+    if kind in WORKERS:
+        # Several workers share the cores; what the user set stays.
+        env.setdefault("OMP_NUM_THREADS", "1")
+        # Weights and KV on huge pages: fewer misses while a decode step reads all of them.
+        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return env
+
+
+def _reachable(host: str) -> str:
+    """Where to look for a router that listens on every interface."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    # Each child leads a group of its own, so that this can never reach another one.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
