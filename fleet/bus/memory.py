@@ -1,0 +1,105 @@
+"""The bus within one process: for tests and virtual time, with faults to order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from fleet.bus import BusMessage
+from fleet.bus.mailbox import LIMIT, Mailbox, matches
+
+
+class MemoryHub:
+    """What the broker is to NATS; every process of a simulated fleet takes its own `bus()`.
+
+    `delay_s` is the way from a publisher to a reader, in seconds; `up = False` is a broker that is away;
+    `lose`, given a subject, tells whether this one message is lost.
+    """
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.up = True
+        self.lose: Callable[[str], bool] = lambda subject: False
+        self.lost = 0
+        """Messages that `up`, `lose` or a cut bus kept from everybody."""
+        self._buses: list[MemoryBus] = []
+        self._way: deque[BusMessage] = deque()
+        self._last_due = 0.0
+
+    def bus(self) -> MemoryBus:
+        bus = MemoryBus(self)
+        self._buses.append(bus)
+        return bus
+
+    def send(self, message: BusMessage) -> None:
+        if not self.up or self.lose(message.subject):
+            self.lost += 1
+        elif self.delay_s <= 0 and not self._way:
+            self._arrive(message)
+        else:
+            # A timer takes whatever is oldest on the way, so that a smaller delay overtakes nothing.
+            loop = asyncio.get_running_loop()
+            self._last_due = max(self._last_due, loop.time() + self.delay_s)
+            self._way.append(message)
+            loop.call_at(self._last_due, self._arrive_next)
+
+    def leave(self, bus: MemoryBus) -> None:
+        if bus in self._buses:
+            self._buses.remove(bus)
+
+    def _arrive_next(self) -> None:
+        self._arrive(self._way.popleft())
+
+    def _arrive(self, message: BusMessage) -> None:
+        if not self.up:
+            self.lost += 1
+            return
+        for bus in self._buses:
+            bus.receive(message)
+
+
+class MemoryBus:
+    """One process's connection to the hub. `cut = True` is a partition: nothing goes out or comes in."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        self.cut = False
+        self._hub = hub
+        self._boxes: list[Mailbox] = []
+        self._taking: dict[str, tuple[Mailbox, ...]] = {}
+        """Subject → the mailboxes that take it, learned as messages come."""
+
+    @property
+    def connected(self) -> bool:
+        return self._hub.up and not self.cut
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        if self.cut:
+            self._hub.lost += 1
+        else:
+            self._hub.send(BusMessage(subject, data))
+
+    async def subscribe(self, subject: str, limit: int = LIMIT) -> Mailbox:
+        box = Mailbox(subject, limit, self._forget)
+        self._boxes.append(box)
+        self._taking.clear()
+        return box
+
+    def receive(self, message: BusMessage) -> None:
+        if self.cut:
+            return
+        boxes = self._taking.get(message.subject)
+        if boxes is None:
+            boxes = tuple(box for box in self._boxes if matches(box.subject, message.subject))
+            self._taking[message.subject] = boxes
+        for box in boxes:
+            box.add(message)
+
+    async def close(self) -> None:
+        for box in list(self._boxes):
+            await box.close()
+        self._hub.leave(self)
+
+    async def _forget(self, box: Mailbox) -> None:
+        self._boxes.remove(box)
+        self._taking.clear()
