@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fleet.block_hash import HashKeys
+from fleet.errors import FleetError
 from fleet.events import KvEvent
 from fleet.request import FinishReason, Sampling, TokenLogprobs
 
@@ -120,3 +121,32 @@ class BatchResult:
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = field(default=())
     """Empty when no chunk asked."""
+
+
+class CancelledSequence(FleetError):
+    """A reservation will never be: its sequence was cancelled while it waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's state of work. None is unknown, never zero."""
+
+    running: int
+    """Sequences in the batch."""
+    waiting: int
+    """Sequences queued, or with blocks that are being filled."""
+    queued_tokens: int
+    """Tokens accepted and not computed yet, decodes not counted."""
+    blocks_total: int
+    blocks_free: int
+    """Free or evictable at once."""
+    prefill_tokens_s: float | None
+    """Prompt tokens a second in recent steps that had any."""
+    decode_step_s: float | None
+    """Time of a recent step of decodes only."""
+    decode_batch: float | None
+    """Sequences in those steps, on average."""
+    stalled_s: float
+    """Seconds since a step was last finished while there was work; 0 when there is none."""
+    counters: dict[str, int]
+    """Totals since start; see `engine.scheduler.Counters`."""

@@ -1,0 +1,205 @@
+"""A runner without weights: a tiny exact model whose KV lies in the real pool, and a model of its time.
+
+For virtual time, for load tests, and for tests of all that moves KV about: the KV of a token is a mix of
+the KV before it, read through the block table, and the token; what is drawn depends on the KV of the last
+token and of a few earlier ones. KV that is stale, torn or another sequence's shows as another text, and a
+sequence goes on the same on every worker that holds its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.words import Batch, BatchResult, Chunk
+from fleet.kv_layout import Fingerprint, KvLayout
+from fleet.request import Sampling, TokenLogprobs
+
+_MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
+_PROBES = 2
+"""Earlier tokens whose KV a draw depends on, so that a block lost far back is noticed too."""
+
+
+def _mix(a: int, b: int) -> int:
+    """64 bits of two numbers (the finalizer of SplitMix64)."""
+    z = (a ^ (b + 1) * 0xD1342543DE82EF95) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Seconds a step takes: `base_s`, and more for each part of the work."""
+
+    base_s: float = 0.0
+    per_prompt_token_s: float = 0.0
+    """For each token of a chunk of more than one."""
+    per_decode_s: float = 0.0
+    """For each chunk of one token."""
+    per_context_token_s: float = 0.0
+    """For each token whose KV is read: of each chunk, the tokens before its end."""
+
+    def step_s(self, batch: Batch) -> float:
+        seconds = self.base_s
+        for chunk in batch.chunks:
+            count = len(chunk.tokens)
+            seconds += self.per_decode_s if count == 1 else count * self.per_prompt_token_s
+            seconds += (chunk.start + count) * self.per_context_token_s
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ToyModel:
+    """Which tokens it draws. Two runners with equal models continue each other's sequences."""
+
+    name: str = "toy"
+    first_token: int = 32
+    tokens: int = 95
+    """Draws from `first_token` and the tokens after it."""
+    end_token: int | None = None
+    end_rate: float = 0.0
+    """How often the end token is drawn, after `min_tokens`; 0.01 ends an answer after 100 on average."""
+
+    def draw(self, seen: Sequence[int], position: int, sampling: Sampling, drawn_before: int) -> int:
+        """The token at `position`. `seen`: KV of the last token, then of the probed ones."""
+        state = _mix(position, sampling.seed if sampling.temperature > 0 else 0)
+        for value in seen:
+            state = _mix(state, value)
+        may_end = drawn_before >= sampling.min_tokens and (state >> 32) < self.end_rate * (1 << 32)
+        if may_end and self.end_token is not None:
+            return self.end_token
+        return self.first_token + state % self.tokens
+
+
+def probes(position: int) -> list[int]:
+    """Earlier positions that the draw at `position` looks at."""
+    return [_mix(position, probe) % position for probe in range(_PROBES)]
+
+
+def reference_tokens(
+    prompt: Sequence[int], sampling: Sampling, count: int | None = None, model: ToyModel | None = None
+) -> list[int]:
+    """What every sequence must become: up to `count` tokens (or `max_tokens`), stop token included."""
+    model = model or ToyModel()
+    kv: list[int] = []
+    last = _START
+    for token in prompt:
+        last = _mix(last, token)
+        kv.append(last)
+    drawn: list[int] = []
+    while len(drawn) < (sampling.max_tokens if count is None else count):
+        position = len(kv)
+        seen = [last, *(kv[probe] for probe in probes(position))]
+        token = model.draw(seen, position, sampling, len(drawn))
+        drawn.append(token)
+        if token in sampling.stop_token_ids and len(drawn) > sampling.min_tokens:
+            break
+        last = _mix(last, token)
+        kv.append(last)
+    return drawn
+
+
+@dataclass(slots=True)
+class LatencyRunner:
+    """A `Runner`. `memory`: uint8 `[blocks, block_bytes]`, contiguous; a transfer layer's region, or own."""
+
+    memory: NDArray[np.uint8]
+    layout: KvLayout
+    latency: LatencyModel = field(default_factory=LatencyModel)
+    model: ToyModel = field(default_factory=ToyModel)
+    max_tokens: int = 1 << 20
+    tokenizer: str = "toy"
+    """Digest of the tokenizer that the fleet's other workers name, if any."""
+    _words: NDArray[np.uint32] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layout != self.layout_of(self.layout.block_size):
+            raise ValueError(f"the latency runner's layout is {self.layout_of(self.layout.block_size)}")
+        if self.memory.dtype != np.uint8 or self.memory.shape[1:] != (self.layout.block_bytes,):
+            raise ValueError(f"memory must be uint8 [blocks, {self.layout.block_bytes}]")
+        if not self.memory.flags.c_contiguous:
+            raise ValueError("memory must be contiguous")
+        self._words = self.memory.view(np.uint32).reshape(self.blocks, 2, self.layout.block_size)
+
+    @staticmethod
+    def layout_of(block_size: int) -> KvLayout:
+        """8 bytes a token: the low half of its KV as K, the high half as V."""
+        return KvLayout(layers=1, kv_heads=1, head_dim=4, block_size=block_size, dtype="uint8")
+
+    @classmethod
+    def with_own_memory(
+        cls,
+        blocks: int,
+        block_size: int,
+        latency: LatencyModel | None = None,
+        model: ToyModel | None = None,
+        max_tokens: int = 1 << 20,
+    ) -> LatencyRunner:
+        layout = cls.layout_of(block_size)
+        memory = np.zeros((blocks, layout.block_bytes), dtype=np.uint8)
+        return cls(memory, layout, latency or LatencyModel(), model or ToyModel(), max_tokens)
+
+    @property
+    def blocks(self) -> int:
+        return int(self.memory.shape[0])
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self.layout, model=self.model.name, tokenizer=self.tokenizer)
+
+    async def run(self, batch: Batch) -> BatchResult:
+        """Reads and writes KV at the end of its time, so that a block given away too early is noticed."""
+        await asyncio.sleep(self.latency.step_s(batch))
+        tokens = tuple(self._compute(chunk) for chunk in batch.chunks)
+        if all(chunk.sampling.logprobs < 0 for chunk in batch.chunks):
+            return BatchResult(tokens)
+        pairs = zip(batch.chunks, tokens, strict=True)
+        return BatchResult(tokens, tuple(self._logprobs(chunk, token) for chunk, token in pairs))
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _compute(self, chunk: Chunk) -> int | None:
+        start, end = chunk.start, chunk.start + len(chunk.tokens)
+        last = self._read(chunk, start - 1) if start else _START
+        values: list[int] = []
+        for token in chunk.tokens:
+            last = _mix(last, token)
+            values.append(last)
+        self._write(chunk, values)
+        if not chunk.draw:
+            return None
+        seen = [last, *(self._read(chunk, probe) for probe in probes(end))]
+        return self.model.draw(seen, end, chunk.sampling, end - chunk.prompt_length)
+
+    def _read(self, chunk: Chunk, position: int) -> int:
+        block, offset = divmod(position, self.layout.block_size)
+        low, high = self._words[chunk.blocks[block], :, offset].tolist()
+        return int(low | high << 32)
+
+    def _write(self, chunk: Chunk, values: list[int]) -> None:
+        size = self.layout.block_size
+        if len(values) == 1:
+            block, offset = divmod(chunk.start, size)
+            self._words[chunk.blocks[block], :, offset] = (values[0] & 0xFFFFFFFF, values[0] >> 32)
+            return
+        positions = np.arange(chunk.start, chunk.start + len(values))
+        blocks = np.asarray(chunk.blocks)[positions // size]
+        kv = np.array(values, dtype=np.uint64)
+        self._words[blocks, 0, positions % size] = (kv & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        self._words[blocks, 1, positions % size] = (kv >> np.uint64(32)).astype(np.uint32)
+
+    def _logprobs(self, chunk: Chunk, token: int | None) -> TokenLogprobs | None:
+        """Made up, but well formed: the drawn token is the likeliest, each further half as likely."""
+        wanted = chunk.sampling.logprobs
+        if wanted < 0 or token is None:
+            return None
+        others = (self.model.first_token + (token + i) % self.model.tokens for i in range(1, wanted + 1))
+        top = [token, *(other for other in others if other != token)][:wanted]
+        return TokenLogprobs(-0.6931, tuple((t, -0.6931 * (rank + 1)) for rank, t in enumerate(top)))

@@ -1,0 +1,239 @@
+"""The engine's loop: plan a step, let the runner compute it, tell what came of it; and its own speed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.settings import EngineSettings
+from engine.words import (
+    Batch,
+    CancelledSequence,
+    EngineLoad,
+    NewSequence,
+    Reservation,
+    StepReport,
+)
+from fleet.errors import FleetError, Internal, Unavailable
+from fleet.kv_layout import Fingerprint, KvLayout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Speeds:
+    """Recent speed, exponentially averaged over steps. Sums are averaged, not rates, so that a step counts
+    by the time it took."""
+
+    weight: float = 0.1
+    """Of the newest step."""
+    _prompt: tuple[float, float] | None = None
+    """Prompt tokens, seconds: of steps with prompt tokens."""
+    _decode: tuple[float, float] | None = None
+    """Sequences, seconds: of steps without."""
+
+    def add(self, batch: Batch, seconds: float) -> None:
+        prompt = sum(len(chunk.tokens) for chunk in batch.chunks if len(chunk.tokens) > 1)
+        if prompt:
+            self._prompt = self._mix(self._prompt, prompt, seconds)
+        else:
+            self._decode = self._mix(self._decode, len(batch.chunks), seconds)
+
+    def _mix(self, old: tuple[float, float] | None, count: float, seconds: float) -> tuple[float, float]:
+        if old is None:
+            return (count, seconds)
+        return (old[0] + self.weight * (count - old[0]), old[1] + self.weight * (seconds - old[1]))
+
+    @property
+    def prefill_tokens_s(self) -> float | None:
+        return self._prompt[0] / self._prompt[1] if self._prompt and self._prompt[1] > 0 else None
+
+    @property
+    def decode_step_s(self) -> float | None:
+        return self._decode[1] if self._decode else None
+
+    @property
+    def decode_batch(self) -> float | None:
+        return self._decode[0] if self._decode else None
+
+
+class Engine:
+    """Tokens in, tokens out. All methods are called on the event loop that `run` runs on."""
+
+    def __init__(self, runner: Runner, settings: EngineSettings, sink: Callable[[StepReport], None]) -> None:
+        """`sink` is called by `run` only, once or twice a step, and must not raise. A sequence's last word
+        is `Finished`, or `Held` for a `hold` sequence that was computed."""
+        self._runner = runner
+        self._sink = sink
+        self._scheduler = Scheduler(
+            blocks=runner.blocks,
+            block_size=runner.layout.block_size,
+            max_tokens=runner.max_tokens,
+            settings=settings,
+        )
+        self._wake = asyncio.Event()
+        self._grants: dict[str, asyncio.Future[Reservation]] = {}
+        self._speeds = Speeds()
+        self._progress_at = 0.0
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._runner.layout
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._runner.fingerprint
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence the model allows."""
+        return self._runner.max_tokens
+
+    @property
+    def blocks(self) -> int:
+        return self._runner.blocks
+
+    def add(self, new: NewSequence) -> None:
+        """Queues a sequence that needs nothing from elsewhere. Raises `BadRequest` when it could never run
+        here (code `context_length_exceeded` when it is too long), `Overloaded` when the queue is full."""
+        if new.fill:
+            raise ValueError(f"{new.id}: a sequence to be filled is reserved, not added")
+        self._progress(only_if_idle=True)
+        self._scheduler.add(new)
+        self._wake.set()
+
+    async def reserve(self, new: NewSequence) -> Reservation:
+        """Queues a `fill` sequence; returns when it has its blocks. Raises like `add`, `CancelledSequence`
+        when it is cancelled meanwhile. Cancelling the await cancels the sequence."""
+        if not new.fill:
+            raise ValueError(f"{new.id}: only a sequence to be filled is reserved")
+        self._progress(only_if_idle=True)
+        self._scheduler.add(new)
+        grant: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        self._grants[new.id] = grant
+        self._settle()
+        self._wake.set()
+        try:
+            return await grant
+        except asyncio.CancelledError:
+            # Granted, but the caller will never know: nobody writes to the blocks.
+            unheard = grant.done() and not grant.cancelled() and grant.exception() is None
+            self.cancel(new.id)
+            if unheard:
+                self._scheduler.filled(new.id, 0)
+            raise
+
+    def filled(self, id: str, tokens: int) -> None:
+        """The KV of the first `tokens` tokens is proven valid, and nobody writes to the reserved blocks any
+        more; the rest is computed here, and the sequence runs. Fewer tokens than the reservation had cached
+        mean those. Exactly once for each reservation, also after `cancel`: until then its blocks are in
+        quarantine. ValueError when there is no such reservation or it has fewer tokens."""
+        self._scheduler.filled(id, tokens)
+        self._progress()
+        self._wake.set()
+
+    def cancel(self, id: str) -> bool:
+        """Ends a sequence in any phase; its `Finished(CANCELLED)` comes within one step. False when there is
+        none, it is cancelled already, or it is held (`release` is then what lets it go)."""
+        ended = self._scheduler.cancel(id)
+        grant = self._grants.pop(id, None)
+        if grant is not None and not grant.done():
+            grant.set_exception(CancelledSequence(f"{id} was cancelled while it waited for blocks"))
+        if ended:
+            self._wake.set()
+        return ended
+
+    def release(self, id: str) -> None:
+        """Lets the blocks of a held sequence go: nobody reads them any more. Idempotent."""
+        self._scheduler.release(id)
+        self._progress()
+        self._wake.set()
+
+    def load(self) -> EngineLoad:
+        scheduler = self._scheduler
+        return EngineLoad(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            queued_tokens=scheduler.queued_tokens,
+            blocks_total=self.blocks,
+            blocks_free=scheduler.pool.available,
+            prefill_tokens_s=self._speeds.prefill_tokens_s,
+            decode_step_s=self._speeds.decode_step_s,
+            decode_batch=self._speeds.decode_batch,
+            stalled_s=self._now() - self._progress_at if scheduler.has_work else 0.0,
+            counters=scheduler.totals(),
+        )
+
+    def cached(self) -> tuple[int, ...]:
+        """`short()` names of all blocks that can be found: what the events of all reports add up to."""
+        return self._scheduler.pool.cached()
+
+    def validate(self, idle: bool = False) -> None:
+        """AssertionError on any broken invariant; `idle`: also when a block or a sequence is left over."""
+        self._scheduler.validate(idle)
+        if idle:
+            assert not self._grants, f"never granted: {sorted(self._grants)}"
+
+    async def run(self) -> None:
+        """Until cancelled. A failure of the runner ends the sequences of its batch, and nothing else."""
+        try:
+            while True:
+                self._wake.clear()
+                plan = self._scheduler.plan()
+                for why in plan.why:
+                    log.debug("%s", why)
+                self._settle()
+                self._tell(plan.report)
+                if plan.batch.chunks:
+                    self._tell(await self._step(plan.batch))
+                    self._progress()
+                else:
+                    await self._wake.wait()
+        finally:
+            for grant in self._grants.values():
+                if not grant.done():
+                    grant.set_exception(Unavailable("the engine has stopped"))
+            self._grants.clear()
+
+    async def _step(self, batch: Batch) -> StepReport:
+        start = self._now()
+        error: FleetError
+        try:
+            result = await self._runner.run(batch)
+            report = self._scheduler.apply(result)
+        except FleetError as failure:
+            error = failure
+        except Exception as failure:
+            # Whatever a runner breaks of, the sequences of other batches go on.
+            log.exception("the runner failed; the %d sequences of its batch end", len(batch.chunks))
+            error = Internal(f"the runner failed: {type(failure).__name__}")
+        else:
+            self._speeds.add(batch, self._now() - start)
+            return report
+        return self._scheduler.fail(error)
+
+    def _tell(self, report: StepReport) -> None:
+        if report.started or report.drawn or report.held or report.finished or report.events:
+            self._sink(report)
+
+    def _settle(self) -> None:
+        """Hands out the reservations that were granted."""
+        for reservation in self._scheduler.take_reservations():
+            grant = self._grants.pop(reservation.id, None)
+            if grant is None or grant.done():
+                self._scheduler.cancel(reservation.id)
+                self._scheduler.filled(reservation.id, 0)
+            else:
+                grant.set_result(reservation)
+
+    def _progress(self, *, only_if_idle: bool = False) -> None:
+        if not (only_if_idle and self._scheduler.has_work):
+            self._progress_at = self._now()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,565 @@
+"""Which tokens of which sequences are computed in the next step, and what follows from its result. Pure.
+
+It knows no phases. Every sequence has tokens computed and tokens to compute: prompts, decodes, prefix hits,
+recomputation after a preemption and KV brought from elsewhere differ in nothing else.
+
+`plan` and `apply` (or `fail`) alternate; between them the step is in flight, and the blocks of its
+sequences stay as they are. Everything else may be called at any time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+from engine import policy
+from engine.blocks import BlockPool
+from engine.sequence import Sequence, State
+from engine.settings import EngineSettings
+from engine.words import (
+    Batch,
+    BatchResult,
+    Chunk,
+    Drawn,
+    Finished,
+    Held,
+    NewSequence,
+    Reservation,
+    StepReport,
+)
+from fleet.block_hash import block_hashes
+from fleet.errors import BadRequest, FleetError, Internal, Overloaded
+from fleet.request import FinishReason
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of sequences that were started."""
+    cached_tokens: int = 0
+    """Of those, found in the prefix cache."""
+    filled_tokens: int = 0
+    """Brought from elsewhere."""
+    computed_tokens: int = 0
+    """Computed by the runner, all kinds."""
+    recomputed_tokens: int = 0
+    """Of those, computed before and lost by preemption."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    stalled_steps: int = 0
+    """Steps in which a sequence had to wait for blocks that only others, outside the batch, can give back."""
+    runner_failures: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step. `report` is to be told before it runs."""
+
+    batch: Batch
+    """Without chunks when there is nothing to compute now."""
+    report: StepReport
+    why: tuple[str, ...] = ()
+    """Decisions worth a line in the log."""
+
+
+class Scheduler:
+    def __init__(self, *, blocks: int, block_size: int, max_tokens: int, settings: EngineSettings) -> None:
+        """`blocks` of `block_size` tokens; `max_tokens`: longest sequence the model allows."""
+        self.pool = BlockPool(blocks, caching=settings.prefix_cache)
+        self.counters = Counters()
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._settings = settings
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._filling: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        self._quarantine: dict[str, list[int]] = {}
+        self._slots = list(range(settings.max_batch - 1, -1, -1))
+        self._arrivals = 0
+        self._flight: list[tuple[Sequence, Chunk]] | None = None
+        self._stalled = False
+        self._started: list[str] = []
+        self._finished: list[Finished] = []
+        self._reservations: list[Reservation] = []
+        self._why: list[str] = []
+
+    # What others ask for, at any time.
+
+    def add(self, new: NewSequence) -> None:
+        """Queues it. BadRequest when it could never run here, Overloaded when the queue is full."""
+        self._check(new)
+        sequence = Sequence.of(new, self._arrivals)
+        self._arrivals += 1
+        if self.pool.caching:
+            sequence.names = block_hashes(sequence.tokens, sequence.keys)
+        self._sequences[new.id] = sequence
+        insort(self._waiting, sequence, key=policy.turn)
+        if new.fill and not self._stalled:
+            self._reserve()
+
+    def take_reservations(self) -> tuple[Reservation, ...]:
+        """Granted since the last call."""
+        granted, self._reservations = tuple(self._reservations), []
+        return granted
+
+    def filled(self, id: str, tokens: int) -> None:
+        """The KV of the first `tokens` tokens of a reservation is valid, and nothing writes to its blocks
+        any more; the rest is computed here. Once for each reservation, also after `cancel`."""
+        if id in self._quarantine:
+            self.pool.end_quarantine(self._quarantine.pop(id))
+            return
+        sequence = self._filling.get(id)
+        if sequence is None:
+            raise ValueError(f"{id} is not a reservation that waits to be filled")
+        if not 0 <= tokens < len(sequence.tokens):
+            raise ValueError(f"{id}: {tokens} tokens filled; at most {len(sequence.tokens) - 1} can be")
+        del self._filling[id]
+        self.counters.filled_tokens += max(0, tokens - sequence.computed)
+        sequence.computed = max(sequence.computed, tokens)
+        sequence.fill = False
+        sequence.state = State.RUNNING
+        self._running[id] = sequence
+        self._name_full_blocks(sequence)
+
+    def cancel(self, id: str) -> bool:
+        """Ends a sequence in any phase; False when there is none, or it has had its last word (held)."""
+        sequence = self._sequences.get(id)
+        if sequence is None or sequence.cancelled or sequence.state is State.HELD:
+            return False
+        if sequence.in_flight:
+            sequence.cancelled = True
+        else:
+            self._finish(sequence, FinishReason.CANCELLED)
+        return True
+
+    def release(self, id: str) -> None:
+        """Lets the blocks of a held sequence go. Idempotent."""
+        sequence = self._sequences.get(id)
+        if sequence is not None and sequence.state is State.HELD:
+            self._let_go(sequence)
+
+    # The step.
+
+    def plan(self) -> Plan:
+        """The next step; and who started, or ended without one."""
+        assert self._flight is None, "a step is in flight"
+        self._grow()
+        flight = [self._chunk(s, 1) for s in self._running.values() if s.pending == 1 and self._has_room(s)]
+        self._fill_with_prompts(flight, self._settings.max_step_tokens - len(flight))
+        for sequence, _ in flight:
+            sequence.in_flight = True
+            if not sequence.started:
+                sequence.started = True
+                self._started.append(sequence.id)
+        if flight:
+            self._flight = flight
+            self.counters.steps += 1
+        why, self._why = tuple(self._why), []
+        return Plan(Batch(tuple(chunk for _, chunk in flight)), self._report(), why)
+
+    def apply(self, result: BatchResult) -> StepReport:
+        """What the step in flight brought. Raises `Internal`, changing nothing, when the result does not
+        fit the batch; it is then to be failed."""
+        assert self._flight is not None, "no step is in flight"
+        if len(result.tokens) != len(self._flight) or len(result.logprobs) not in (0, len(self._flight)):
+            raise Internal(f"the runner answered {len(result.tokens)} of {len(self._flight)} chunks")
+        for (_, chunk), token in zip(self._flight, result.tokens, strict=True):
+            if chunk.draw and token is None:
+                raise Internal("the runner drew no token where one was to be drawn")
+        flight, self._flight = self._flight, None
+        drawn: list[Drawn] = []
+        held: list[Held] = []
+        logprobs = result.logprobs or (None,) * len(flight)
+        for (sequence, chunk), token, logprob in zip(flight, result.tokens, logprobs, strict=True):
+            sequence.in_flight = False
+            self._computed(sequence, chunk)
+            if sequence.cancelled:
+                self._finish(sequence, FinishReason.CANCELLED)
+            elif chunk.draw and token is not None:
+                sequence.tokens.append(token)
+                drawn.append(Drawn(sequence.id, token, logprob))
+                finish = sequence.ends_with(self._max_tokens)
+                if sequence.hold:
+                    held.append(self._held(sequence, finish))
+                elif finish is not None:
+                    self._finish(sequence, finish)
+        self.counters.generated_tokens += len(drawn)
+        return self._report(tuple(drawn), tuple(held))
+
+    def fail(self, error: FleetError) -> StepReport:
+        """The step in flight failed: so do its sequences, and only they."""
+        assert self._flight is not None, "no step is in flight"
+        flight, self._flight = self._flight, None
+        self.counters.runner_failures += 1
+        for sequence, _ in flight:
+            sequence.in_flight = False
+            if sequence.cancelled:
+                self._finish(sequence, FinishReason.CANCELLED)
+            else:
+                self._finish(sequence, FinishReason.FAILED, error)
+        return self._report()
+
+    # What others look at.
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Queued, or being filled."""
+        return len(self._waiting) + len(self._filling)
+
+    @property
+    def queued_tokens(self) -> int:
+        waiting = sum(s.pending for s in self._waiting if not s.fill)
+        return waiting + sum(s.pending for s in self._running.values() if s.pending > 1)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could be wanted now; what is only being filled or held waits for others."""
+        return bool(self._running or self._waiting)
+
+    def totals(self) -> dict[str, int]:
+        pool = {f"block_{name}": count for name, count in asdict(self.pool.counts).items()}
+        return asdict(self.counters) | pool
+
+    def validate(self, idle: bool = False) -> None:
+        """AssertionError on any broken invariant; `idle`: also when anything is left of any sequence."""
+        size = self._block_size
+        holders: Counter[int] = Counter()
+        for sequence in self._sequences.values():
+            holders.update(sequence.blocks)
+            assert len(set(sequence.blocks)) == len(sequence.blocks), f"{sequence.id} holds a block twice"
+            assert sequence.computed <= len(sequence.blocks) * size or not sequence.blocks
+            assert sequence.table == tuple(sequence.blocks)
+        self.pool.validate(holders)
+        for state, group in (
+            (State.WAITING, self._waiting),
+            (State.FILLING, self._filling.values()),
+            (State.RUNNING, self._running.values()),
+        ):
+            assert all(s.state is state and self._sequences[s.id] is s for s in group)
+            assert len(list(group)) == sum(s.state is state for s in self._sequences.values())
+        assert all(not s.blocks and s.slot < 0 and not s.computed for s in self._waiting)
+        assert self._waiting == sorted(self._waiting, key=policy.turn), "the queue is out of order"
+        slots = [s.slot for s in self._sequences.values() if s.slot >= 0] + self._slots
+        assert sorted(slots) == list(range(self._settings.max_batch)), "a slot is lost or used twice"
+        assert self.pool.quarantined == sum(map(len, self._quarantine.values()))
+        if idle:
+            assert not self._sequences, f"left over: {sorted(self._sequences)}"
+            assert not self._quarantine, f"never filled: {sorted(self._quarantine)}"
+            assert self.pool.available == self.pool.blocks, "blocks are lost"
+            assert not self._finished, "an end was not told"
+
+    # Blocks for the running.
+
+    def _grow(self) -> None:
+        """A block for each running sequence whose next token opens one; the lowest give way, and no more
+        of them than needed, since each that does brings the need and the blocks closer by one at least."""
+        self._stalled = False
+        size = self._block_size
+        need = [s for s in self._running.values() if len(s.tokens) > len(s.blocks) * size]
+        for sequence in [s for s in need if self._blocks_for(len(s.tokens)) > self.pool.blocks]:
+            need.remove(sequence)
+            self._finish(
+                sequence,
+                FinishReason.FAILED,
+                Overloaded(
+                    f"the sequence has {len(sequence.tokens)} tokens; "
+                    f"all KV blocks of this worker hold {self.pool.blocks * size}"
+                ),
+            )
+        while len(need) > self.pool.available and len(self._running) > 1:
+            chosen = policy.victim(self._running.values(), needed=len(need), available=self.pool.available)
+            self._why.append(chosen.why)
+            self._preempt(chosen.sequence)
+            if chosen.sequence in need:
+                need.remove(chosen.sequence)
+        if len(need) > self.pool.available:
+            # All other blocks are held, being filled, or in quarantine: they come back, or become a running
+            # sequence that can give way. Until then nobody else gets a block either.
+            self._stalled = True
+            self.counters.stalled_steps += 1
+            self._why.append(f"stall {need[0].id}: no block is available, and nobody runs who could give way")
+            return
+        for sequence in need:
+            sequence.blocks += self.pool.allocate(1)
+            sequence.blocks_changed()
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        return len(sequence.tokens) <= len(sequence.blocks) * self._block_size
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence.id]
+        self.pool.release(sequence.blocks)
+        self._free_slot(sequence)
+        sequence.furthest = max(sequence.furthest, sequence.computed)
+        sequence.blocks, sequence.computed, sequence.registered = [], 0, 0
+        sequence.blocks_changed()
+        sequence.preemptions += 1
+        sequence.state = State.WAITING
+        self.counters.preemptions += 1
+        insort(self._waiting, sequence, key=policy.turn)
+
+    # Blocks for the waiting.
+
+    def _reserve(self) -> list[Sequence]:
+        """Grants reservations in turn, and returns the prompts that may be admitted: nobody gets blocks
+        before a reservation that is earlier in turn and cannot have them yet."""
+        prompts: list[Sequence] = []
+        for sequence in list(islice(self._waiting, policy.LOOK_AHEAD)):
+            if not sequence.fill:
+                prompts.append(sequence)
+            elif not self._admit(sequence):
+                break
+        return prompts
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence a slot and blocks for all its known tokens, those found in the cache
+        included; False, changing nothing, when it has to wait."""
+        if not self._slots:
+            return False
+        known = len(sequence.tokens)
+        total = self._blocks_for(known - 1 if sequence.fill else known)
+        # At least the last token is computed, because its logits are needed.
+        hits = self.pool.lookup(sequence.names, (known - 1) // self._block_size)
+        growing = sum(not s.hold for s in self._running.values())
+        wanted = total - hits + policy.spare_blocks(growing, sequence.preemptions)
+        if self.pool.available < wanted:
+            return False
+        blocks = self.pool.acquire(sequence.names[:hits])
+        if self.pool.available < wanted:
+            self.pool.release(blocks)
+            return False
+        sequence.blocks = blocks + self.pool.allocate(total - hits)
+        sequence.blocks_changed()
+        sequence.slot = self._slots.pop()
+        sequence.registered = hits
+        sequence.computed = hits * self._block_size
+        if not sequence.preemptions:
+            self.counters.prompt_tokens += sequence.prompt_length
+        self._count_cached(sequence, 0)
+        del self._waiting[bisect_left(self._waiting, policy.turn(sequence), key=policy.turn)]
+        if sequence.fill:
+            sequence.state = State.FILLING
+            self._filling[sequence.id] = sequence
+            self._reservations.append(Reservation(sequence.id, sequence.table, hits, known - 1))
+        else:
+            sequence.state = State.RUNNING
+            self._running[sequence.id] = sequence
+        return True
+
+    # Tokens for the prompts.
+
+    def _fill_with_prompts(self, flight: list[tuple[Sequence, Chunk]], budget: int) -> None:
+        """Shares what the decodes left between running prompts and, if they can be admitted, waiting ones."""
+        waiting = [] if self._stalled else self._reserve()
+        size = self._block_size
+        prompts = [(s, s.pending) for s in self._running.values() if s.pending > 1]
+        prompts += [
+            (s, len(s.tokens) - self.pool.lookup(s.names, (len(s.tokens) - 1) // size) * size)
+            for s in waiting
+        ]
+        if not prompts:
+            return
+        order = policy.prompt_order(prompts, budget, self._settings.short_prompt_share)
+        if order.first.state is State.WAITING and not self._admit(order.first):
+            # Nobody is admitted before the first in turn.
+            prompts = [pair for pair in prompts if pair[0].state is State.RUNNING]
+            if not prompts:
+                return
+            order = policy.prompt_order(prompts, budget, self._settings.short_prompt_share)
+        closed = False
+        taken: dict[Sequence, int] = {}
+
+        def give(sequence: Sequence, limit: int) -> int:
+            """Lets it have up to `limit` tokens more, admitting it if need be; returns how many it took."""
+            nonlocal closed
+            if limit <= 0:
+                return 0
+            if sequence.state is State.WAITING:
+                if closed or not self._admit(sequence):
+                    closed = True
+                    return 0
+            elif sequence not in taken:
+                self._skip_cached(sequence)
+            took = min(limit, sequence.pending - taken.get(sequence, 0))
+            taken[sequence] = taken.get(sequence, 0) + took
+            return took
+
+        share = order.share
+        for sequence in order.others:
+            used = give(sequence, share)
+            share -= used
+            budget -= used
+            if share <= 0:
+                break
+        budget -= give(order.first, budget)
+        for sequence in order.others:
+            budget -= give(sequence, budget)
+            if budget <= 0:
+                break
+        flight += [self._chunk(sequence, tokens) for sequence, tokens in taken.items() if tokens]
+
+    def _skip_cached(self, sequence: Sequence) -> None:
+        """Takes over blocks that others have computed since it was admitted, instead of computing them."""
+        size = self._block_size
+        start, rest = divmod(sequence.computed, size)
+        if rest or not self.pool.caching:
+            return
+        end = self.pool.lookup(sequence.names, (len(sequence.tokens) - 1) // size, start)
+        if end > start:
+            own = sequence.blocks[start:end]
+            sequence.blocks[start:end] = self.pool.acquire(sequence.names[start:end])
+            sequence.blocks_changed()
+            self.pool.release(own)
+            sequence.registered = end
+            sequence.computed = end * size
+            self._count_cached(sequence, start * size)
+
+    def _count_cached(self, sequence: Sequence, before: int) -> None:
+        """Tokens from `before` to `computed` were found; after a preemption they are its own again."""
+        if not sequence.preemptions:
+            found = min(sequence.computed, sequence.prompt_length) - min(before, sequence.prompt_length)
+            sequence.cached_tokens += found
+            self.counters.cached_tokens += found
+
+    def _chunk(self, sequence: Sequence, count: int) -> tuple[Sequence, Chunk]:
+        start = sequence.computed
+        end = start + count
+        known = sequence.tokens
+        chunk = Chunk(
+            slot=sequence.slot,
+            tokens=(known[start],) if count == 1 else tuple(known[start:end]),
+            start=start,
+            blocks=sequence.table,
+            draw=end == len(known),
+            sampling=sequence.sampling,
+            history=sequence.history() if end == len(known) else (),
+            prompt_length=sequence.prompt_length,
+        )
+        return sequence, chunk
+
+    # What a step brought.
+
+    def _computed(self, sequence: Sequence, chunk: Chunk) -> None:
+        count = len(chunk.tokens)
+        self.counters.computed_tokens += count
+        if chunk.start < sequence.furthest:
+            self.counters.recomputed_tokens += min(count, sequence.furthest - chunk.start)
+        sequence.computed = chunk.start + count
+        if sequence.computed // self._block_size > sequence.registered:
+            self._name_full_blocks(sequence)
+
+    def _name_full_blocks(self, sequence: Sequence) -> None:
+        """Puts the blocks that are full now into the cache; where it has one already, uses that."""
+        if not self.pool.caching:
+            return
+        size, names = self._block_size, sequence.names
+        for position in range(sequence.registered, sequence.computed // size):
+            parent = names[position - 1] if position else b""
+            if position == len(names):
+                tokens = sequence.tokens[position * size : (position + 1) * size]
+                names += block_hashes(tokens, sequence.keys, parent=parent)
+            block = self.pool.register(sequence.blocks[position], names[position], parent)
+            if block != sequence.blocks[position]:
+                sequence.blocks[position] = block
+                sequence.blocks_changed()
+            sequence.registered = position + 1
+
+    def _held(self, sequence: Sequence, finish: FinishReason | None) -> Held:
+        del self._running[sequence.id]
+        self._free_slot(sequence)
+        sequence.state = State.HELD
+        self.counters.finished += 1
+        return Held(sequence.id, sequence.table, sequence.computed, sequence.cached_tokens, finish)
+
+    def _finish(self, sequence: Sequence, finish: FinishReason, error: FleetError | None = None) -> None:
+        if sequence.state is State.WAITING:
+            del self._waiting[bisect_left(self._waiting, policy.turn(sequence), key=policy.turn)]
+        elif sequence.state is State.FILLING:
+            del self._filling[sequence.id]
+            cached = sequence.computed // self._block_size
+            # A transfer may still write to the others.
+            self.pool.quarantine(sequence.blocks[cached:])
+            self._quarantine[sequence.id] = sequence.blocks[cached:]
+            del sequence.blocks[cached:]
+        else:
+            del self._running[sequence.id]
+        if sequence.slot >= 0:
+            self._free_slot(sequence)
+        self._let_go(sequence)
+        if finish is FinishReason.CANCELLED:
+            self.counters.cancelled += 1
+        elif finish is FinishReason.FAILED:
+            self.counters.failed += 1
+        else:
+            self.counters.finished += 1
+        self._finished.append(
+            Finished(
+                sequence.id,
+                finish,
+                prompt_tokens=sequence.prompt_length,
+                completion_tokens=len(sequence.tokens) - sequence.prompt_length,
+                cached_tokens=sequence.cached_tokens,
+                error=type(error).__name__ if error else "",
+                message=error.message if error else "",
+            )
+        )
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.blocks_changed()
+        sequence.state = State.FINISHED
+        del self._sequences[sequence.id]
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _report(self, drawn: tuple[Drawn, ...] = (), held: tuple[Held, ...] = ()) -> StepReport:
+        started, self._started = tuple(self._started), []
+        finished, self._finished = tuple(self._finished), []
+        return StepReport(started, drawn, held, finished, self.pool.take_events())
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _check(self, new: NewSequence) -> None:
+        known = len(new.prompt) + len(new.generated)
+        if new.id in self._sequences or new.id in self._quarantine:
+            raise BadRequest(f"a sequence {new.id} is here already; ids must differ")
+        if not new.prompt:
+            raise BadRequest("the prompt is empty; it must have at least one token", param="prompt")
+        if new.keys.block_size != self._block_size:
+            raise BadRequest(
+                f"block size {new.keys.block_size} in the hash keys; it is {self._block_size} here"
+            )
+        if min(new.prompt) < 0 or max(new.prompt) >= 1 << 32 or (new.generated and min(new.generated) < 0):
+            raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt")
+        if len(new.generated) >= new.sampling.max_tokens:
+            raise BadRequest(
+                f"{len(new.generated)} tokens are generated already; "
+                f"max_tokens ({new.sampling.max_tokens}) must be more",
+                param="max_tokens",
+            )
+        longest = min(self._max_tokens - 1, self.pool.blocks * self._block_size)
+        if known > longest:
+            raise BadRequest(
+                f"the prompt has {known} tokens; this model and worker take at most {longest}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise Overloaded(f"{len(self._waiting)} sequences wait already (max_waiting)")

@@ -1,0 +1,107 @@
+"""The state of one sequence: what is known of it, what is computed, which blocks hold it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.words import NewSequence
+from fleet.block_hash import BlockHash, HashKeys
+from fleet.request import FinishReason, Sampling
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    """No blocks, no slot. Never started, or preempted."""
+    FILLING = "filling"
+    """Blocks and a slot; KV is being brought from elsewhere."""
+    RUNNING = "running"
+    """Blocks and a slot; takes part in steps."""
+    HELD = "held"
+    """Computed; only its blocks stay, for others to read."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Every sequence has tokens known and tokens computed; there are no other phases.
+
+    The KV of `tokens[:computed]` is in `blocks`, a block table in order. What is left to compute is one
+    token for a decode, more for a prompt, a chunk of a prompt, or after a preemption.
+    """
+
+    id: str
+    tokens: list[int]
+    """Prompt, then generated tokens."""
+    prompt_length: int
+    sampling: Sampling
+    keys: HashKeys
+    priority: int
+    hold: bool
+    fill: bool
+    """True until filled."""
+    arrival: int
+    """Number in order of arrival; never changes."""
+    state: State = State.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    names: list[BlockHash] = field(default_factory=list)
+    """Of the full blocks of `tokens`, as far as they were needed."""
+    registered: int = 0
+    """Leading blocks that the prefix cache knows by name."""
+    slot: int = -1
+    preemptions: int = 0
+    furthest: int = 0
+    """Tokens that were computed before a preemption threw them away."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache before the first start."""
+    started: bool = False
+    in_flight: bool = False
+    cancelled: bool = False
+    """Cancelled in flight: ends when the step does."""
+    _table: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, new: NewSequence, arrival: int) -> Sequence:
+        return cls(
+            id=new.id,
+            tokens=[*new.prompt, *new.generated],
+            prompt_length=len(new.prompt),
+            sampling=new.sampling,
+            keys=new.keys,
+            priority=new.priority,
+            hold=new.hold,
+            fill=new.fill,
+            arrival=arrival,
+        )
+
+    @property
+    def pending(self) -> int:
+        """Tokens left to compute before the next one can be drawn; at least 1 while it lives."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """`blocks`, frozen; built again only after they changed."""
+        if self._table is None:
+            self._table = tuple(self.blocks)
+        return self._table
+
+    def blocks_changed(self) -> None:
+        self._table = None
+
+    def history(self) -> tuple[int, ...]:
+        """All tokens where a penalty needs them, else nothing: it costs O(context) a step."""
+        s = self.sampling
+        if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0:
+            return tuple(self.tokens)
+        return ()
+
+    def ends_with(self, max_tokens: int) -> FinishReason | None:
+        """Whether the newest token is the last one; `max_tokens` is the longest sequence of the model."""
+        drawn = len(self.tokens) - self.prompt_length
+        if drawn > self.sampling.min_tokens and self.tokens[-1] in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if drawn >= self.sampling.max_tokens or len(self.tokens) >= max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,49 @@
+"""What an operator may set about one engine; every field with its unit and the reason of its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Raises ValueError, naming the field, when a value could never work."""
+
+    block_size: int = 16
+    """Tokens a KV block. 16: a shared prefix is found to within 16 tokens, and the unused rest of last
+    blocks stays small."""
+
+    kv_memory_bytes: int = 1 << 30
+    """Bytes of memory for KV blocks. 1 GiB holds about 46,000 tokens of the demo model in bf16."""
+
+    max_batch: int = 32
+    """Sequences in a step. 32: beyond it a CPU gains little throughput and every stream slows down."""
+
+    max_step_tokens: int = 512
+    """Tokens computed in a step, decodes and prompt chunks together: the dial between TTFT (more) and
+    TPOT (less), since a decode that shares its step with a prompt chunk waits for it. 512 is about
+    0.8 s of prompt computation on one core; on a GPU set 2,048 or more."""
+
+    short_prompt_share: float = 0.25
+    """Part of the prompt tokens of a step that goes to the shortest prompts while an older, longer one is
+    being computed. At 0.25 the long one takes at most a third longer, and a short prompt never waits for
+    it to end. 0 is strict order of arrival."""
+
+    max_waiting: int = 1024
+    """Sequences that may wait for a place in the batch; one more is refused as `Overloaded`."""
+
+    prefix_cache: bool = True
+    """Whether KV blocks are kept and found again by what is in them. Off costs nothing per block, for
+    traffic whose prompts share no beginning."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_memory_bytes", "max_batch", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_step_tokens <= self.max_batch:
+            raise ValueError(
+                f"max_step_tokens is {self.max_step_tokens}; it must be more than "
+                f"max_batch ({self.max_batch}), so that decodes leave room for a prompt in every step"
+            )
+        if not 0.0 <= self.short_prompt_share <= 0.9:
+            raise ValueError(f"short_prompt_share is {self.short_prompt_share}; it must be between 0 and 0.9")
