@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from fleet.card_codec import decode_card
-from fleet.errors import BadRequest, FleetError, Unavailable
+from fleet.errors import FleetError, Unavailable
 from fleet.member import WorkerCard, desired_key, workers_prefix
 from fleet.registry import Registry, View
 from fleet.wire import Wire
@@ -46,8 +46,8 @@ def cards_in(view: View, fleet: str) -> dict[str, WorkerCard]:
     for key, data in sorted(view.values.items()):
         if key.startswith(workers_prefix(fleet)):
             try:
-                card = decode_card(data)
-            except BadRequest:
+                card = decode_card(data, key)
+            except ValueError:
                 continue
             cards[str(card.id)] = card
     return cards
@@ -110,7 +110,7 @@ async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
 
 def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str, str, int | None]]:
     """Id, URL and pid of each that registered, or of the supervised one while it starts."""
-    found = []
+    found: list[tuple[str, str, int | None]] = []
     for key, data in sorted(view.values.items()):
         if key.startswith(f"/fleet/{fleet}/routers/"):
             try:
@@ -125,7 +125,7 @@ def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str
 
 async def _router(found: tuple[str, str, int | None], state: FleetState | None) -> RouterRow:
     name, url, pid = found
-    host, _, port = url.removeprefix("http://").rpartition(":")
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
     status = await http_status(host.strip("[]"), int(port), "/ready", ANSWER_S) if port.isdigit() else None
     said = {200: "ready", None: "silent"}.get(status, "not ready")
     restarts = next((child.restarts for child in state.children if child.pid == pid), 0) if state else 0

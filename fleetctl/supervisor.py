@@ -346,8 +346,7 @@ class Supervisor:
         try:
             desired = parse_desired(data)
         except BadRequest as error:
-            if self._notes.get("desired") != error.message:
-                self._say("desired", "ignored", error.message)
+            self._say_once("desired", "ignored", error.message)
             return
         if desired != self.desired:
             self._say("desired", "changed", f"prefill={desired.prefill} decode={desired.decode}")
@@ -361,9 +360,9 @@ class Supervisor:
             if not key.startswith(prefix):
                 continue
             try:
-                card = decode_card(data)
-            except BadRequest as error:
-                self._say(key.removeprefix(prefix), "ignored", error.message)
+                card = decode_card(data, key)
+            except ValueError as error:
+                self._say_once(key.removeprefix(prefix), "ignored", str(error))
                 continue
             self._cards[card.id] = card
             self._registered.add(card.id)
@@ -441,6 +440,11 @@ class Supervisor:
     def _say(self, name: str, what: str, why: str) -> None:
         self._notes[name] = f"{what}: {why}"
         self._notice(Notice(name, what, why))
+
+    def _say_once(self, name: str, what: str, why: str) -> None:
+        """For what stays wrong: a view comes with every change of any key."""
+        if self._notes.get(name) != f"{what}: {why}":
+            self._say(name, what, why)
 
     def _write(self) -> None:
         state = FleetState(

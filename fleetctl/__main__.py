@@ -1,0 +1,62 @@
+"""`fleetctl`: the operator's command line. Only wiring; each command is in `fleetctl/commands`."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import click
+from click.shell_completion import get_completion_class
+
+from fleet import __version__
+from fleetctl.commands.logs import logs
+from fleetctl.commands.model import model
+from fleetctl.commands.operate import drain, scale, status
+from fleetctl.commands.up import down, up
+
+EPILOG = """Exit codes: 0 done, 1 failed (the error says what to do next), 2 wrong usage.
+Every command takes --json."""
+
+
+class InOrder(click.Group):
+    """Lists commands in the order in which one meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=InOrder,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+def main() -> None:
+    """Run and operate a fleet that serves large language models, prefill and decode apart."""
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def version(as_json: bool) -> None:
+    """Print the version."""
+    said = {"version": __version__, "python": platform.python_version()}
+    click.echo(json.dumps(said) if as_json else f"pdfleet {__version__} (Python {said['python']})")
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def completion(shell: str, as_json: bool) -> None:
+    """Print what makes SHELL complete commands: eval "$(fleetctl completion bash)"."""
+    found = get_completion_class(shell)
+    assert found is not None, "the choices are click's own"
+    script = found(main, {}, "fleetctl", "_FLEETCTL_COMPLETE").source()
+    click.echo(json.dumps({"shell": shell, "script": script}) if as_json else script)
+
+
+for command in (up, status, scale, drain, logs, down, model):
+    main.add_command(command)
+for last in ("version", "completion"):
+    main.commands[last] = main.commands.pop(last)
+
+if __name__ == "__main__":
+    main(prog_name="fleetctl")

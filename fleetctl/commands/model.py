@@ -1,0 +1,58 @@
+"""`model fetch`: brings a model's files, with a progress bar; `up` does the same first."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from fleet.errors import FleetError
+from fleetctl.options import fail
+
+if TYPE_CHECKING:
+    from fleet.model_files import ModelFiles
+
+
+@click.group()
+def model() -> None:
+    """Models on this machine."""
+
+
+@model.command("fetch")
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def fetch_command(name: str, as_json: bool) -> None:
+    """Bring model NAME: smollm2, a Hugging Face owner/name, a folder or a .gguf file."""
+    try:
+        files = fetch(name)
+    except FleetError as error:
+        fail(error, as_json)
+    said = {"name": files.name, "folder": str(files.folder)}
+    click.echo(json.dumps(said) if as_json else f"{files.name} is at {files.folder}")
+
+
+def fetch(name: str) -> ModelFiles:
+    """As `fleet.model_files.resolve`, with a bar on stderr where that is a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    from fleet.model_files import resolve
+    from fleetctl.view import terminal
+
+    console = terminal(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    stages: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in stages:
+                stages[stage] = bars.add_task(f"{name}: {stage}", total=total or None)
+            bars.update(stages[stage], completed=done, total=total or None)
+
+        return resolve(name, progress=progress)

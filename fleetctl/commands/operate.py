@@ -1,0 +1,211 @@
+"""`status`, `scale`, `drain`: looking at a running fleet and changing it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleet.errors import BadRequest, NotFound, Unavailable
+from fleetctl.options import Target, complete_workers, fleet_options
+from fleetctl.reconcile import victims
+from fleetctl.words import WORKERS, Child, Desired, FleetPicture, Kind, Phase
+
+if TYPE_CHECKING:
+    from fleet.registry import Registry
+
+LIMIT = click.option(
+    "--limit", type=click.FloatRange(0), default=180.0, show_default=True, help="Longest to --wait, seconds."
+)
+
+
+@click.command()
+@fleet_options()
+def status(target: Target) -> None:
+    """Show workers, router and servers: state, load and KV in use."""
+    picture = asyncio.run(_look(target))
+    if target.as_json:
+        target.say("", **status_fields(picture))
+        return
+    from fleetctl.view import draw, terminal
+
+    terminal().print(draw(picture))
+
+
+async def _look(target: Target) -> FleetPicture:
+    etcd = target.etcd()
+    from fleetctl.connect import connected
+    from fleetctl.picture import take_picture
+
+    async with connected(etcd) as (registry, wire):
+        return await take_picture(registry, wire, target.fleet, etcd, target.state())
+
+
+def status_fields(picture: FleetPicture) -> dict[str, Any]:
+    """The object of `status --json`. null = unknown, which is not zero."""
+    from msgspec import to_builtins
+
+    routers = to_builtins(picture.routers)
+    return {
+        "fleet": picture.fleet,
+        "model": picture.model,
+        "router": routers[0] if routers else None,
+        "routers": routers,
+        "workers": to_builtins(picture.workers),
+        "desired": to_builtins(picture.desired),
+        "nats": to_builtins(picture.nats),
+        "etcd": to_builtins(picture.etcd),
+        "supervisor": picture.supervisor,
+    }
+
+
+def _counts(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for value in values:
+        match = re.fullmatch(r"(prefill|decode)=(\d+)", value)
+        if match is None:
+            raise click.BadParameter(f"{value!r} is not prefill=NUMBER or decode=NUMBER")
+        if match[1] in counts:
+            raise click.BadParameter(f"{match[1]} is given twice")
+        counts[match[1]] = int(match[2])
+    return counts
+
+
+@click.command()
+@click.argument("counts", nargs=-1, required=True, callback=_counts, metavar="prefill=N decode=M")
+@fleet_options()
+@click.option("--wait", is_flag=True, help="Return when the fleet is as wanted and nobody leaves any more.")
+@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
+@LIMIT
+def scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bool, limit: float) -> None:
+    """Set how many workers of a role there are to be; those that go finish their requests first."""
+    asyncio.run(_scale(target, counts, wait, dry_run, limit))
+
+
+async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bool, limit: float) -> None:
+    etcd, state = target.etcd(), target.state()
+    from fleet.member import desired_key
+    from fleetctl.connect import connected
+    from fleetctl.picture import take_picture
+    from fleetctl.reconcile import format_desired
+
+    async with connected(etcd) as (registry, wire):
+        before = await take_picture(registry, wire, target.fleet, etcd, state)
+        if before.desired is None and len(counts) < len(WORKERS):
+            raise BadRequest("no counts are set yet: give both, prefill=N and decode=M")
+        old = {str(kind): before.desired.of(kind) if before.desired else 0 for kind in WORKERS}
+        new = Desired(**{**old, **counts})
+        changes = ", ".join(f"{role} {old[role]} → {new.of(Kind(role))}" for role in old)
+        leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
+        fields = {
+            "fleet": target.fleet,
+            "before": old,
+            "desired": {str(kind): new.of(kind) for kind in WORKERS},
+            "dry_run": dry_run,
+        }
+        if dry_run:
+            lines = [f"would set {changes}", *(f"would drain {name}: {why}" for name, why in leaving)]
+            target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
+            return
+        await registry.put(desired_key(target.fleet), format_desired(new))
+        if wait:
+            await _wait_settled(registry, target.fleet, new, {name for name, _ in leaving}, limit)
+        note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
+        target.say(f"{'scaled' if wait else 'set'} {changes}{note}", **fields, settled=wait)
+
+
+def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:
+    """Ids and reasons of those that the supervisor would let go now; loads may change until then."""
+    phases = {
+        "starting": Phase.STARTING,
+        "ready": Phase.READY,
+        "silent": Phase.READY,
+        "waiting": Phase.WAITING,
+    }
+    have = []
+    for row in picture.workers:
+        if row.role == kind and row.state in phases:
+            load = None if row.running is None or row.waiting is None else row.running + row.waiting
+            have.append(Child(row.id, kind, phases[row.state], 0.0, row.pid, load))
+    return [(child.name, why) for child, why in victims(have, len(have) - want)]
+
+
+async def _wait_settled(
+    registry: Registry, fleet: str, desired: Desired, leaving: set[str], limit_s: float
+) -> None:
+    from fleetctl.picture import cards_in
+
+    have = ""
+    try:
+        async with asyncio.timeout(limit_s):
+            async for view in registry.watch(f"/fleet/{fleet}/"):
+                cards = cards_in(view, fleet).values()
+                ready = {
+                    kind: sum(card.role.value == kind.value and card.state == "ready" for card in cards)
+                    for kind in WORKERS
+                }
+                have = ", ".join(f"{kind} {count}/{desired.of(kind)}" for kind, count in ready.items())
+                right = all(ready[kind] == desired.of(kind) for kind in WORKERS)
+                if view.live and right and all(card.state == "ready" for card in cards):
+                    return
+    except TimeoutError:
+        pass
+    raise Unavailable(
+        f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
+        "see `fleetctl status` and `fleetctl logs`"
+    )
+
+
+@click.command()
+@click.argument("worker", metavar="ID", shell_complete=complete_workers)
+@fleet_options()
+@click.option("--wait", is_flag=True, help="Return when the worker has left.")
+@click.option(
+    "--limit",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which requests that still run there are moved to other workers.",
+)
+def drain(target: Target, worker: str, wait: bool, limit: float) -> None:
+    """Let worker ID finish its requests, take no new ones, and leave.
+
+    The wanted counts stay: a supervisor starts another in its place at once. To have one worker
+    less, use `scale`, which drains the least loaded.
+    """
+    asyncio.run(_drain(target, worker, wait, limit))
+
+
+async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
+    etcd = target.etcd()
+    from fleetctl.connect import connected
+    from fleetctl.picture import cards_in, read_view
+
+    async with connected(etcd) as (registry, wire):
+        cards = cards_in(await read_view(registry, target.fleet, etcd), target.fleet)
+        if worker not in cards:
+            known = ", ".join(cards) or "none"
+            raise NotFound(f"fleet {target.fleet} has no worker {worker!r}; its workers: {known}")
+        state = str(await wire.drain(cards[worker].address, limit, 5.0))
+        if wait:
+            # A card vanishes when its worker leaves; the margin is for a worker that dies over it.
+            await _wait_gone(registry, target.fleet, worker, cards[worker].incarnation, limit + 30.0)
+            state = "left"
+        target.say(f"{worker} {'has left' if wait else f'is {state}'}", id=worker, state=state)
+
+
+async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: str, limit_s: float) -> None:
+    from fleetctl.picture import cards_in
+
+    try:
+        async with asyncio.timeout(limit_s):
+            async for view in registry.watch(f"/fleet/{fleet}/"):
+                card = cards_in(view, fleet).get(worker)
+                if view.live and (card is None or card.incarnation != incarnation):
+                    return
+    except TimeoutError:
+        pass
+    raise Unavailable(f"{worker} is still there after {limit_s:g} s; see `fleetctl logs {worker}`")

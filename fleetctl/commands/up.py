@@ -1,0 +1,313 @@
+"""`up` and `down`: a whole fleet on this machine, in the foreground with a live view, or detached."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleet.errors import FleetError, Unavailable
+from fleetctl.options import Target, fleet_options
+from fleetctl.state import StateFolder, alive
+from fleetctl.words import MOST_WORKERS, WORKERS, Desired, Kind
+
+if TYPE_CHECKING:
+    from fleetctl.supervisor import FleetPlan, Notice, Supervisor
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@click.command()
+@fleet_options(etcd=False)
+@click.option(
+    "--model", default="smollm2", show_default=True, help="smollm2, owner/name, folder or .gguf file."
+)
+@click.option("--model-name", help="Name it is served under.  [default: the model's own]")
+@click.option(
+    "--prefill", type=click.IntRange(0, MOST_WORKERS), default=1, show_default=True, help="Workers."
+)
+@click.option("--decode", type=click.IntRange(1, MOST_WORKERS), default=1, show_default=True, help="Workers.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address the router listens on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Of the router; 0 = a free one.",
+)
+@click.option("--detach", is_flag=True, help="Return when it is ready, and leave it running.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="[KIND:]NAME=VALUE",
+    help="A setting of the workers, such as engine.block-size=32; KIND: router, prefill or decode. Repeat.",
+)
+@click.option("--report-fd", type=int, hidden=True)
+def up(
+    target: Target,
+    model: str,
+    model_name: str | None,
+    prefill: int,
+    decode: int,
+    host: str,
+    port: int,
+    detach: bool,
+    sets: Sequence[str],
+    report_fd: int | None,
+) -> None:
+    """Serve a model on this machine: NATS, etcd, a router, prefill and decode workers.
+
+    Ctrl-C drains and ends it; a second Ctrl-C hurries. What crashes is started again.
+    """
+    flags = _flags(sets)
+    if target.folder.held():
+        with target.folder.locked():
+            pass  # raises, and says who it is
+    from fleetctl.commands.model import fetch
+
+    files = fetch(model)
+    name = model_name or files.name
+    if detach:
+        again = ["--model", str(files.folder), "--model-name", name, "--host", host, "--port", str(port)]
+        again += ["--prefill", str(prefill), "--decode", str(decode), *(f"--set={one}" for one in sets)]
+        _detached(target, again)
+        return
+    from fleetctl.servers import check_free, free_ports
+    from fleetctl.supervisor import FleetPlan, default_commands
+
+    with target.folder.locked():
+        port = port or free_ports(1, host)[0]
+        check_free(host, port)
+        plan = FleetPlan(
+            target.fleet, host, port, files.folder, name, Desired(prefill, decode), default_commands(), flags
+        )
+        run_plan(plan, target, report_fd)
+
+
+def _flags(sets: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
+    """`engine.block-size=32` for both roles, `router:flow.max-requests=9` for one kind."""
+    flags: dict[Kind, list[str]] = {}
+    kinds = {str(kind): (kind,) for kind in (Kind.ROUTER, *WORKERS)}
+    for one in sets:
+        name, equals, value = one.partition("=")
+        kind, colon, setting = name.rpartition(":")
+        if not equals or not setting or (colon and kind not in kinds):
+            raise click.BadParameter(
+                f"{one!r} is not NAME=VALUE or KIND:NAME=VALUE with KIND one of {', '.join(kinds)}",
+                param_hint="--set",
+            )
+        for each in kinds.get(kind, WORKERS):
+            flags.setdefault(each, []).append(f"--{setting.replace('_', '-')}={value}")
+    return {kind: tuple(given) for kind, given in flags.items()}
+
+
+def run_plan(plan: FleetPlan, target: Target, report_fd: int | None = None) -> None:
+    """The fleet in this process, until it is closed. Raises `StartFailed`."""
+    from fleetctl.supervisor import Supervisor
+
+    report = os.fdopen(report_fd, "w", buffering=1) if report_fd is not None else None
+
+    def say(event: dict[str, Any]) -> None:
+        if report is not None:
+            # The one that waited may be gone; the fleet is not to end for that.
+            with suppress(BrokenPipeError, ValueError):
+                report.write(json.dumps(event) + "\n")
+                if "ready" in event:
+                    report.close()
+
+    show = _View(target, plan, say)
+    supervisor = Supervisor(plan, target.folder, show.notice)
+    try:
+        asyncio.run(_run(supervisor, show))
+    except FleetError as error:
+        say({"error": error.message})
+        raise
+
+
+async def _run(supervisor: Supervisor, show: _View) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.close)
+    drawing = asyncio.create_task(show.draw(supervisor))
+    try:
+        await supervisor.run()
+    finally:
+        drawing.cancel()
+        with suppress(asyncio.CancelledError):
+            await drawing
+
+
+class _View:
+    """What `up` shows: a live picture below scrolling lines in a terminal, else plain lines."""
+
+    def __init__(self, target: Target, plan: FleetPlan, say: Say) -> None:
+        from fleetctl.view import terminal
+
+        self._target = target
+        self._plan = plan
+        self._say = say
+        # With --json stdout is for the one object.
+        self._console = terminal(stderr=target.as_json)
+        self._ready: dict[str, Any] | None = None
+
+    def notice(self, notice: Notice) -> None:
+        from rich.text import Text
+
+        from fleetctl.view import try_line
+
+        line = f"{time.strftime('%T')}  {notice.name:<14} {notice.what:<9} {notice.why}"
+        self._say({"line": line})
+        style = {"crash": "yellow", "kill": "red", "failed": "red", "ready": "green"}.get(notice.what, "")
+        self._console.print(Text(line, style=style, overflow="fold"), soft_wrap=True)
+        if notice.name == "fleet" and notice.what == "ready":
+            url = notice.why.removesuffix("/v1")
+            self._ready = ready_fields(self._target, self._plan, url)
+            self._say({"ready": self._ready})
+            if self._target.as_json:
+                click.echo(json.dumps(self._ready))
+            else:
+                for text in ready_lines(url, try_line(url, self._plan.model_name)):
+                    self._console.print(Text(text), soft_wrap=True)
+
+    async def draw(self, supervisor: Supervisor) -> None:
+        if not self._console.is_terminal:
+            return
+        from rich.console import Group
+        from rich.live import Live
+        from rich.text import Text
+
+        from fleetctl.view import draw
+
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            while True:
+                hint = {
+                    "no": "Ctrl-C drains and ends the fleet",
+                    "orderly": "draining; Ctrl-C again hurries",
+                    "hurried": "ending at once",
+                }[supervisor.closing]
+                live.update(
+                    Group(Text(), draw(supervisor.picture()), Text(), Text(hint, style="dim")), refresh=True
+                )
+                await asyncio.sleep(0.5)
+
+
+def ready_fields(target: Target, plan: FleetPlan, url: str) -> dict[str, Any]:
+    return {
+        "fleet": target.fleet,
+        "ready": True,
+        "url": f"{url}/v1",
+        "model": plan.model_name,
+        "pid": os.getpid(),
+        "state_dir": str(target.folder.path),
+        "logs": str(target.folder.logs),
+    }
+
+
+def ready_lines(url: str, command: str) -> list[str]:
+    return ["", f"Ready: {url}/v1 — try:", f"  {command}", ""]
+
+
+def _detached(target: Target, options: list[str]) -> None:
+    """Starts the supervisor as a process of its own and waits for its word."""
+    from fleetctl.view import try_line
+
+    folder = target.folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    own_log = folder.path / "supervisor.log"
+    receive, send = os.pipe()
+    command = [sys.executable, "-P", "-m", "fleetctl", "up", *options, "--report-fd", str(send)]
+    command += ["--fleet", target.fleet, "--state-dir", str(folder.path)]
+    with own_log.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(send,),
+            start_new_session=True,
+        )
+    os.close(send)
+    with os.fdopen(receive) as events:
+        try:
+            for line in events:
+                event = json.loads(line)
+                if "ready" in event:
+                    ready = event["ready"]
+                    url = ready["url"].removesuffix("/v1")
+                    lines = [
+                        *ready_lines(url, try_line(url, ready["model"])),
+                        "It goes on in the background: `fleetctl status` shows it, `fleetctl down` ends it.",
+                    ]
+                    target.say("\n".join(lines), **ready)
+                    return
+                if "error" in event:
+                    process.wait()
+                    raise Unavailable(event["error"])
+                if not target.as_json:
+                    click.echo(event["line"])
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    process.wait()
+    last = own_log.read_text(errors="replace").splitlines()[-15:]
+    raise Unavailable("\n    ".join([f"the supervisor ended before the fleet was ready ({own_log}):", *last]))
+
+
+@click.command()
+@fleet_options(etcd=False)
+@click.option("--now", is_flag=True, help="Do not wait for running requests.")
+@click.option(
+    "--limit", type=click.FloatRange(0), default=120.0, show_default=True, help="Longest to wait, seconds."
+)
+def down(target: Target, now: bool, limit: float) -> None:
+    """End the fleet on this machine: drain, then stop all its processes."""
+    folder = target.folder
+    state = folder.read()
+    if state is None or not alive(state.pid, state.born):
+        orphans = _clear(folder) if state is not None else 0
+        rest = f"; ended {orphans} processes that its killed supervisor left" if orphans else ""
+        target.say(f"fleet {target.fleet} is not up{rest}", fleet=target.fleet, was_up=False, orphans=orphans)
+        return
+    os.kill(state.pid, signal.SIGTERM)
+    if now:
+        # Two signals at once may arrive as one: the second follows when the first was acted upon.
+        _wait(lambda: _leaving(folder) or not alive(state.pid, state.born), 5.0)
+        with suppress(ProcessLookupError):
+            os.kill(state.pid, signal.SIGTERM)
+    if not _wait(lambda: not alive(state.pid, state.born), limit):
+        left = folder.read()
+        names = ", ".join(child.name for child in left.children) if left else "its supervisor"
+        raise Unavailable(
+            f"fleet {target.fleet} still drains after {limit:g} s ({names}); wait, or hurry with --now"
+        )
+    target.say(f"fleet {target.fleet} is down", fleet=target.fleet, was_up=True, orphans=0)
+
+
+def _leaving(folder: StateFolder) -> bool:
+    state = folder.read()
+    return state is None or any(child.phase == "stopping" for child in state.children)
+
+
+def _clear(folder: StateFolder) -> int:
+    with folder.locked():
+        return len(folder.clear_orphans())
+
+
+def _wait(done: Callable[[], bool], limit_s: float) -> bool:
+    until = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,126 @@
+"""The fleet as a terminal picture: one drawing for `status` and for the live view of `up`."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fleetctl.words import WORKERS, FleetPicture, WorkerRow
+
+_LOOKS = {
+    "ready": ("●", "green"),
+    "starting": ("◌", "yellow"),
+    "draining": ("◐", "cyan"),
+    "stopping": ("◐", "cyan"),
+    "waiting": ("✗", "red"),
+    "silent": ("✗", "red"),
+    "away": ("✗", "red"),
+}
+"""Sign and colour of each state; sign and word say it too, for those who see no colour."""
+
+_BAR = 10
+
+
+def draw(picture: FleetPicture) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for title, align in (
+        ("worker", "left"),
+        ("role", "left"),
+        ("state", "left"),
+        ("running", "right"),
+        ("waiting", "right"),
+        ("KV blocks in use", "left"),
+        ("pid", "right"),
+        ("", "left"),
+    ):
+        table.add_column(title, justify="right" if align == "right" else "left", no_wrap=True)
+    for row in picture.workers:
+        table.add_row(
+            Text(row.id, style="bold"),
+            row.role,
+            state_text(row.state),
+            _number(row.running),
+            _number(row.waiting),
+            _usage(row),
+            _number(row.pid),
+            _remark(row),
+        )
+    if not picture.workers:
+        table.add_row(Text("no worker", style="dim"))
+    return Group(_head(picture), Text(), table, *_troubles(picture), Text(), _servers(picture))
+
+
+def _head(picture: FleetPicture) -> Text:
+    head = Text.assemble(("pdfleet ", "bold"), (picture.fleet, "bold cyan"))
+    if picture.model:
+        head.append(f"  {picture.model}", "dim")
+    for kind in WORKERS:
+        ready = sum(row.role == kind and row.state == "ready" for row in picture.workers)
+        head.append(f"   {kind} ")
+        if picture.desired is None:
+            head.append(str(ready))
+            continue
+        want = picture.desired.of(kind)
+        head.append(f"{ready}/{want}", "green" if ready == want else "yellow")
+    return head
+
+
+def _servers(picture: FleetPicture) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for router in picture.routers:
+        again = f"started again {router.restarts}×" if router.restarts else ""
+        grid.add_row("router", state_text(router.state), f"{router.url}/v1", Text(again, style="dim"))
+    if not picture.routers:
+        grid.add_row("router", state_text("away"))
+    if picture.nats is not None:
+        grid.add_row("nats", state_text(picture.nats.state), picture.nats.address)
+    grid.add_row("etcd", state_text(picture.etcd.state), picture.etcd.address)
+    return grid
+
+
+def state_text(state: str) -> Text:
+    sign, style = _LOOKS.get(state, ("◌", "yellow"))
+    return Text(f"{sign} {state}", style=style)
+
+
+def _number(value: int | None) -> Text:
+    return Text("–", style="dim") if value is None else Text(str(value))
+
+
+def _usage(row: WorkerRow) -> Text:
+    if row.blocks_free is None or not row.blocks_total:
+        return Text("–", style="dim")
+    used = row.blocks_total - row.blocks_free
+    share = used / row.blocks_total
+    # Any use at all is seen: at least one cell.
+    cells = min(_BAR, max(round(share * _BAR), 1 if used else 0))
+    style = "green" if share < 0.75 else "yellow" if share < 0.95 else "red"
+    bar = Text("█" * cells, style=style).append("░" * (_BAR - cells), "dim")
+    return bar.append(f" {used}/{row.blocks_total}", "default")
+
+
+def _remark(row: WorkerRow) -> Text:
+    return Text(f"started again {row.restarts}×" if row.restarts else "", style="dim")
+
+
+def _troubles(picture: FleetPicture) -> list[RenderableType]:
+    """Below the table, where there is room: what is wrong with whom."""
+    return [
+        Text.assemble((row.id, "bold"), f"  {row.note}", overflow="fold")
+        for row in picture.workers
+        if row.state in ("waiting", "silent") and row.note
+    ]
+
+
+def try_line(url: str, model: str) -> str:
+    """A command to paste, in one line, that shows that the fleet serves."""
+    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    text = json.dumps(body).replace("'", "'\\''")
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{text}'"
+
+
+def terminal(stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)

@@ -1,0 +1,172 @@
+"""The command line without a fleet: help, errors with their next step, exit codes, logs, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fleet.errors import Unavailable
+from fleetctl.__main__ import main
+from fleetctl.commands.operate import would_leave
+from fleetctl.commands.up import _flags
+from fleetctl.servers import check_free, find_binary, free_ports
+from fleetctl.state import MARK
+from fleetctl.words import Desired, FleetPicture, Kind, ServerRow, WorkerRow
+
+
+def run(*arguments: str, state: Path | None = None) -> tuple[int, str, str]:
+    place = ["--state-dir", str(state)] if state else []
+    done = CliRunner().invoke(main, [*arguments, *place], prog_name="fleetctl")
+    return done.exit_code, done.stdout, done.stderr
+
+
+COMMANDS = ["up", "status", "scale", "drain", "logs", "down", "version", "completion"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "--json" in out
+
+
+def test_help_needs_nothing_heavy() -> None:
+    script = (
+        "import sys, fleetctl.__main__\n"
+        "heavy = {'torch', 'numpy', 'grpc', 'rich', 'asyncio', 'aetcd', 'nats', 'transformers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # asyncio is part of the standard library and costs 30 ms; all others cost more.
+    assert set(json.loads(done.stdout.replace("'", '"'))) <= {"asyncio"}
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["scale", "decode=2"], ["drain", "decode-a"]])
+def test_without_a_fleet_the_next_step_is_told(arguments: list[str], tmp_path: Path) -> None:
+    code, out, err = run(*arguments, state=tmp_path)
+    assert (code, out) == (1, "")
+    assert "fleetctl up" in err
+    assert "--etcd" in err
+    code, out, _ = run(*arguments, "--json", state=tmp_path)
+    assert code == 1
+    assert json.loads(out)["error"]["type"] == "Unavailable"
+
+
+def test_down_of_no_fleet_is_done_already(tmp_path: Path) -> None:
+    code, out, _ = run("down", "--json", state=tmp_path)
+    assert code == 0
+    assert json.loads(out)["was_up"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["scale"], "prefill=N decode=M"),
+        (["scale", "decode"], "decode=NUMBER"),
+        (["scale", "encode=1"], "encode=1"),
+        (["scale", "decode=1", "decode=2"], "twice"),
+        (["up", "--decode", "0"], "decode"),
+        (["up", "--port", "70000"], "port"),
+        (["up", "--set", "engine.block-size"], "NAME=VALUE"),
+        (["up", "--set", "etcd:x=1"], "KIND"),
+        (["explode"], "explode"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], names: str, tmp_path: Path) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert names in err
+
+
+def test_an_unknown_model_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    code, _, err = run("up", "--model", "no-such-model", "--port", "0", state=tmp_path / "state")
+    assert code == 1
+    assert "no-such-model" in err
+    code, out, _ = run("model", "fetch", "no-such-model", "--json")
+    assert code == 1
+    assert json.loads(out)["error"]["type"] == "NotFound"
+
+
+def test_settings_reach_the_processes_they_are_meant_for() -> None:
+    flags = _flags(["engine.block_size=32", "decode:transfer.checksum=false", "router:flow.max-requests=9"])
+    assert flags == {
+        Kind.PREFILL: ("--engine.block-size=32",),
+        Kind.DECODE: ("--engine.block-size=32", "--transfer.checksum=false"),
+        Kind.ROUTER: ("--flow.max-requests=9",),
+    }
+
+
+def test_logs_by_process_by_kind_and_all(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("router", "decode-a", "decode-b"):
+        (tmp_path / "logs" / f"{name}.log").write_text(f"{MARK} now\n" + f"{name} one\n{name} two\npart")
+    assert run("logs", "decode-a", "--lines", "1", state=tmp_path)[1] == "decode-a two\n"
+    both = run("logs", "decode", "--lines", "1", state=tmp_path)[1].splitlines()
+    assert [line.split() for line in both] == [[name, name, "two"] for name in ("decode-a", "decode-b")]
+    lines = run("logs", "--json", "--lines", "2", state=tmp_path)[1].splitlines()
+    objects = [json.loads(line) for line in lines]
+    assert objects[-1] == {"name": "router", "line": "router two"}
+    assert len(objects) == 6
+    code, _, err = run("logs", "prefill", state=tmp_path)
+    assert code == 1
+    assert "decode-a, decode-b, router" in err
+
+
+def test_logs_follow_what_is_written_and_who_comes(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "router.log"
+    log.write_text("before\n")
+    command = [sys.executable, "-m", "fleetctl", "logs", "-f", "--state-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().split() == ["router", "before"]
+        with log.open("a") as file:
+            file.write("after\n")
+        assert process.stdout.readline().split() == ["router", "after"]
+        (tmp_path / "logs" / "decode-a.log").write_text("new\n")
+        assert process.stdout.readline().split() == ["decode-a", "new"]
+        process.terminate()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed(shell: str) -> None:
+    code, out, _ = run("completion", shell)
+    assert code == 0
+    assert "_FLEETCTL_COMPLETE" in out
+
+
+def test_a_dry_run_tells_whom_the_supervisor_would_choose() -> None:
+    rows = (
+        WorkerRow("decode-a", "decode", "ready", running=3, waiting=0),
+        WorkerRow("decode-b", "decode", "ready", running=1, waiting=1),
+        WorkerRow("decode-c", "decode", "draining", running=0, waiting=0),
+    )
+    picture = FleetPicture("f", "m", rows, (), Desired(0, 2), ServerRow("e", "ready"), None, None)
+    assert would_leave(picture, Kind.DECODE, 2) == []
+    assert would_leave(picture, Kind.DECODE, 1) == [("decode-b", "this one is the least loaded, 2 requests")]
+    assert would_leave(picture, Kind.PREFILL, 3) == []
+
+
+def test_a_taken_port_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=rf"port {port}: .*--port 0"):
+            check_free("127.0.0.1", port)
+    first, second, third = free_ports(3)
+    assert len({first, second, third}) == 3
+
+
+def test_a_missing_binary_says_what_brings_it() -> None:
+    assert Path(find_binary("etcd")).is_file()
+    with pytest.raises(Unavailable, match="no-such-server"):
+        find_binary("no-such-server")
