@@ -1,0 +1,455 @@
+"""The ingress as raw ASGI: reads bodies within limits, starts runs, writes answers, notices who leaves.
+
+The two routes that carry the load are served here; everything else goes to the FastAPI app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from fleet.errors import FleetError, Overloaded, TooLarge
+from fleet.handoff import CancelReason
+from fleet.ids import new_request_id
+from fleet.stages import Stage, Timeline
+from router.openai import chat, completions
+from router.openai.app import admin_app
+from router.openai.errors import (
+    Headers,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    ModelNotFound,
+    SlowBody,
+    WrongMediaType,
+    defect,
+    error_body,
+    error_event,
+    error_headers,
+)
+from router.openai.job import Endpoint, include_usage
+from router.openai.messages import ChatBody, CompletionBody, decode
+from router.openai.metrics import Metrics
+from router.openai.protocol import ABORT
+from router.openai.settings import HttpSettings
+from router.openai.stream import DONE, Choice, Job, follow_all
+from router.run import Spine
+from router.text.answer import LoggedToken
+from router.text.tokenizer import ModelText
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_CLEAN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_JSON: Headers = [(b"content-type", b"application/json")]
+_EVENTS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_PING = b": ping\n\n"
+_LINGER_S = 2.0
+"""How long a client that is refused in the middle of its body is listened to, so that it can read why."""
+
+
+class _ClientGone(Exception):
+    """Nobody is left to be told anything."""
+
+
+class Ingress:
+    """An ASGI 3 application. Needs its lifespan events: they start and stop what runs beside requests."""
+
+    def __init__(
+        self,
+        spine: Spine,
+        models: Mapping[str, ModelText],
+        settings: HttpSettings,
+        *,
+        version: str = "",
+        context: Callable[[str], int | None] = lambda model: None,
+    ) -> None:
+        """`models` by served name. `context(model)` is the longest sequence that workers hold now, in
+        tokens; None: unknown, the model's own context counts."""
+        self.spine = spine
+        self.models = dict(models)
+        self.settings = settings
+        self.metrics = Metrics()
+        self.draining = False
+        """Set when the process is about to leave: not ready any more."""
+        self.exchanges: set[_Exchange] = set()
+        self._context = context
+        self._routes: dict[str, Callable[[bytes], Awaitable[Job]]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completions,
+        }
+        self._app = admin_app(self, version)
+        self._ticking: asyncio.TimerHandle | None = None
+
+    def context(self, model: str) -> int:
+        """Longest sequence in tokens."""
+        text = self.models[model]
+        held = self._context(model)
+        return text.context if held is None else min(held, text.context)
+
+    def served(self) -> tuple[str, ...]:
+        """Models that have live workers and a tokenizer here."""
+        return tuple(name for name in self.spine.models() if name in self.models)
+
+    async def stop_running(self) -> None:
+        """Ends all requests with an error that says so."""
+        for exchange in list(self.exchanges):
+            await exchange.stop(CancelReason.DEADLINE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._lifespan(receive, send)
+        if scope["type"] != "http":
+            return None
+        name = scope["path"]
+        prepare = self._routes.get(name)
+        exchange = _Exchange(self, scope, receive, send, name, prepare)
+        if prepare is not None or exchange.refused is not None:
+            return await exchange.serve()
+
+        async def send_named(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", exchange.id)]
+            await send(message)
+
+        return await self._app(scope, receive, send_named)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._tick()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        for text in self.models.values():
+            text.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _tick(self) -> None:
+        """Looks after all streams at once, so that no token has to wind up a timer."""
+        loop = asyncio.get_running_loop()
+        for exchange in self.exchanges:
+            exchange.look(loop.time())
+        ping_s = self.settings.ping_s or 4.0
+        self._ticking = loop.call_later(min(1.0, ping_s / 4, self.settings.write_timeout_s / 4), self._tick)
+
+    async def _chat(self, data: bytes) -> Job:
+        body = decode(ChatBody, data)
+        return await chat.prepare(body, self._text(body.model), self._endpoint(body))
+
+    async def _completions(self, data: bytes) -> Job:
+        body = decode(CompletionBody, data)
+        return await completions.prepare(body, self._text(body.model), self._endpoint(body))
+
+    def _text(self, model: str) -> ModelText:
+        text = self.models.get(model)
+        if text is None:
+            raise ModelNotFound(model, self.served())
+        return text
+
+    def _endpoint(self, body: ChatBody | CompletionBody) -> Endpoint:
+        return Endpoint(self.settings, self.context(body.model), int(time.time()), include_usage(body))
+
+
+class _Exchange:
+    """One request and its response on one of the two routes."""
+
+    __slots__ = (
+        "_began",
+        "_choices",
+        "_gone",
+        "_ingress",
+        "_job",
+        "_last",
+        "_lock",
+        "_opened",
+        "_path",
+        "_ping",
+        "_prepare",
+        "_receive",
+        "_scope",
+        "_send",
+        "_started",
+        "_writing",
+        "id",
+        "length",
+        "refused",
+    )
+
+    def __init__(
+        self,
+        ingress: Ingress,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        path: str,
+        prepare: Callable[[bytes], Awaitable[Job]] | None,
+    ) -> None:
+        self._ingress = ingress
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._path = path
+        self._prepare = prepare
+        self._began = asyncio.get_running_loop().time()
+        self._lock = asyncio.Lock()
+        self._writing = self._last = 0.0
+        self._started = False
+        """Whether the response has begun: its status cannot change any more."""
+        self._gone = False
+        self._job: Job | None = None
+        self._ping: asyncio.Task[None] | None = None
+        self._opened: dict[int, float] = {}
+        """By place of the answer: when its last frame was written."""
+        self.id = new_request_id().encode()
+        self.length = 0
+        self.refused = self._look_at_headers()
+
+    # -- before the body
+
+    def _look_at_headers(self) -> FleetError | None:
+        """Why this request is not to be read any further."""
+        settings = self._ingress.settings
+        kind = encoding = b""
+        size = len(self._scope.get("raw_path") or b"") + len(self._scope.get("query_string") or b"")
+        for name, value in self._scope["headers"]:
+            size += len(name) + len(value) + 4
+            if name == b"content-type":
+                kind = value
+            elif name == b"content-length":
+                self.length = int(value) if value.isdigit() else 0
+            elif name == b"content-encoding":
+                encoding = value.strip().lower()
+            elif name == b"x-request-id" and _CLEAN_ID.fullmatch(value):
+                # Only shown, never used: two clients may well send the same.
+                self.id = value
+        if size > settings.max_header_bytes:
+            return HeadersTooLarge(
+                f"the headers have {size} bytes; the limit is {settings.max_header_bytes} "
+                "(setting http.max_header_bytes)"
+            )
+        if self._prepare is None:
+            return None
+        if self._scope["method"] != "POST":
+            return MethodNotAllowed(self._scope["method"], self._path, "POST")
+        if kind.partition(b";")[0].strip().lower() != b"application/json":
+            return WrongMediaType("the body must be sent with Content-Type: application/json")
+        if encoding not in (b"", b"identity"):
+            return WrongMediaType("Content-Encoding is not supported; send the body as it is")
+        if self.length > settings.max_body_bytes:
+            return self._too_large(self.length)
+        if len(self._ingress.exchanges) >= settings.max_requests:
+            return Overloaded(
+                f"{settings.max_requests} requests run here already (setting http.max_requests)"
+            )
+        return None
+
+    def _too_large(self, size: int) -> TooLarge:
+        limit = self._ingress.settings.max_body_bytes
+        return TooLarge(
+            f"the body has {size} bytes or more; the limit is {limit} (setting http.max_body_bytes)"
+        )
+
+    # -- from the first byte to the last
+
+    async def serve(self) -> None:
+        ingress, metrics = self._ingress, self._ingress.metrics
+        ingress.exchanges.add(self)
+        metrics.running += 1
+        watch: asyncio.Task[None] | None = None
+        outcome = "cancelled"
+        try:
+            if self.refused is not None:
+                raise self.refused
+            assert self._prepare is not None
+            data = await self._read()
+            watch = asyncio.create_task(self._watch())
+            loop = asyncio.get_running_loop()
+            accepted = loop.time()
+            job = await self._prepare(data)
+            if self._gone:
+                return
+            self._start(job, accepted, loop.time())
+            await (self._stream(job) if job.stream else self._whole(job))
+            outcome = job.choices[0].finish
+        except _ClientGone:
+            pass
+        except FleetError as error:
+            if not self._gone:
+                outcome = type(error).__name__
+                await self._fail(error)
+        except Exception:
+            # The root of a request: a defect in one must neither be silent nor end others.
+            log.exception("request %s failed", self.id.decode())
+            outcome = "defect"
+            await self._fail(defect())
+        finally:
+            if watch is not None:
+                watch.cancel()
+            if self._ping is not None:
+                self._ping.cancel()
+            ingress.exchanges.discard(self)
+            metrics.running -= 1
+            metrics.requests[self._path, outcome] += 1
+            await self.stop(CancelReason.CLIENT)
+            if self._job is not None:
+                self._account(self._job)
+
+    async def _read(self) -> bytes:
+        """The body. Counted as it comes: what its length header says is only believed when it is too much."""
+        settings = self._ingress.settings
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self._gone = True
+                        raise _ClientGone
+                    chunk = message.get("body", b"")
+                    size += len(chunk)
+                    if size > settings.max_body_bytes:
+                        raise self._too_large(size)
+                    chunks.append(chunk)
+                    if not message.get("more_body", False):
+                        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        except TimeoutError:
+            raise SlowBody(
+                f"the body took more than {settings.body_timeout_s:g} s (setting http.body_timeout_s)"
+            ) from None
+
+    async def _watch(self) -> None:
+        """Ends everything as soon as the client is gone. Also fires when the response is done; harmless."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        await self.stop(CancelReason.CLIENT)
+
+    def _start(self, job: Job, accepted: float, now: float) -> None:
+        self._job = job
+        for choice in job.choices:
+            if choice.run is None:
+                choice.timeline = Timeline(accepted)
+                choice.timeline.mark(Stage.ACCEPTED, accepted)
+                choice.timeline.mark(Stage.TOKENIZED, now)
+                choice.run = self._ingress.spine.start(choice.request, choice.timeline)
+
+    async def stop(self, reason: CancelReason) -> None:
+        if self._job is not None:
+            for choice in self._job.choices:
+                if choice.run is not None:
+                    await choice.run.stop(reason)
+
+    def _account(self, job: Job) -> None:
+        metrics = self._ingress.metrics
+        metrics.used(job.usage())
+        metrics.whole.observe(asyncio.get_running_loop().time() - self._began)
+        for choice in job.choices:
+            if choice.timeline is not None:
+                metrics.lived(choice.timeline)
+
+    # -- the response
+
+    async def _whole(self, job: Job) -> None:
+        async def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
+            self._tell_time(choice)
+            choice.text.append(text)
+            choice.logged += logged
+
+        await follow_all(job.choices, show, asyncio.get_running_loop().time)
+        for choice in job.choices:
+            choice.logged += choice.answer.logged
+        await self._respond(200, job.layout.whole(job.choices, job.usage()), _JSON)
+
+    async def _stream(self, job: Job) -> None:
+        layout, opened = job.layout, self._opened
+
+        async def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
+            frame = b"" if choice.index in opened else layout.opening(choice)
+            if text:
+                frame += layout.delta(choice, text, logged)
+            self._tell_time(choice)
+            if frame or not self._started:
+                await self._write(frame)
+            if choice.finish:
+                await self._write(layout.closing(choice, choice.answer.logged))
+
+        await follow_all(job.choices, show, asyncio.get_running_loop().time)
+        rest = layout.usage(job.usage()) if job.include_usage else b""
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": rest + DONE})
+
+    def _tell_time(self, choice: Choice) -> None:
+        now = asyncio.get_running_loop().time()
+        before = self._opened.get(choice.index)
+        if before is not None:
+            self._ingress.metrics.between.observe(now - before)
+        elif not self._opened:
+            self._ingress.metrics.first.observe(now - self._began)
+        self._opened[choice.index] = now
+
+    async def _write(self, frame: bytes) -> None:
+        async with self._lock:
+            self._writing = self._last = asyncio.get_running_loop().time()
+            if not self._started:
+                self._started = True
+                await self._send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": [*_EVENTS, (b"x-request-id", self.id)],
+                    }
+                )
+            await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    def look(self, now: float) -> None:
+        """Called every now and then: a comment on a silent stream, an end to one that nobody reads."""
+        settings = self._ingress.settings
+        if self._job is None or not self._job.stream:
+            return
+        if self._lock.locked():
+            if now - self._writing > settings.write_timeout_s and (abort := self._scope.get(ABORT)):
+                log.warning("request %s: its client reads no more", self.id.decode())
+                abort()
+        elif settings.ping_s and now - max(self._last, self._began) >= settings.ping_s:
+            self._ping = asyncio.create_task(self._write(_PING))
+
+    async def _fail(self, error: FleetError) -> None:
+        if not self._started:
+            await self._respond(error.http_status, error_body(error), [*_JSON, *error_headers(error)],
+                                linger=isinstance(error, TooLarge | SlowBody))  # fmt: skip
+            return
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": error_event(error)})
+
+    async def _respond(self, status: int, body: bytes, headers: Headers, linger: bool = False) -> None:
+        self._started = True
+        headers = [*headers, (b"content-length", str(len(body)).encode()), (b"x-request-id", self.id)]
+        if linger:
+            headers.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": linger})
+        if linger:
+            await self._linger()
+            await self._send({"type": "http.response.body", "body": b""})
+
+    async def _linger(self) -> None:
+        """A connection that is closed while the client still sends is reset, and the answer lost with it."""
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while (message := await self._receive())["type"] != "http.disconnect":
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            pass

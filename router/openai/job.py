@@ -1,0 +1,93 @@
+"""What both endpoints do to make a body's answers: requests, seeds, texts; and usage as JSON."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleet.errors import BadRequest
+from fleet.ids import new_request_id
+from fleet.request import Request, Usage
+from router.openai.messages import Body
+from router.openai.sampling import sampling, stop_strings
+from router.openai.settings import HttpSettings
+from router.openai.stream import Choice
+from router.text.answer import Answer
+from router.text.tokenizer import ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What besides the body a job is made from."""
+
+    settings: HttpSettings
+    context: int
+    """Longest sequence, in tokens, that the fleet can hold now."""
+    created: int
+    """Seconds since 1970, to be shown."""
+    include_usage: bool
+
+
+def include_usage(body: Body) -> bool:
+    """Whether a stream ends with a chunk of usage: only if asked for in so many words."""
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    return body.stream_options.include_usage is True
+
+
+def choices_of(
+    body: Body,
+    text: ModelText,
+    endpoint: Endpoint,
+    at: int,
+    prompt: tuple[int, ...],
+    n: int,
+    *,
+    max_tokens: int | None,
+    logprobs: int,
+) -> list[Choice]:
+    """The `n` answers to prompt number `at`; their seeds follow one another."""
+    stops = stop_strings(body, endpoint.settings)
+    first = sampling(
+        body,
+        endpoint.settings,
+        prompt_tokens=len(prompt),
+        max_tokens=max_tokens,
+        context=endpoint.context,
+        vocabulary=len(text.vocabulary),
+        end_tokens=text.end_tokens,
+        logprobs=logprobs,
+        seed=secrets.randbits(63),
+    )
+    skip_special = body.skip_special_tokens is not False
+    choices = []
+    for k in range(n):
+        request = Request(
+            new_request_id(),
+            body.model,
+            prompt,
+            replace(first, seed=(first.seed + k) % 2**63) if k else first,
+            deadline_s=endpoint.settings.deadline_s,
+        )
+        answer = Answer(
+            text.vocabulary,
+            prompt=prompt,
+            stops=stops,
+            end_tokens=first.stop_token_ids,
+            min_tokens=first.min_tokens,
+            skip_special=skip_special,
+        )
+        choices.append(Choice(at * n + k, at, k == 0, request, answer))
+    return choices
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

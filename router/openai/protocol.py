@@ -1,0 +1,97 @@
+"""uvicorn's HTTP protocol with what it lacks: bounds on the size and time of headers, errors as JSON, and a
+way to drop a client that reads no more."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fleet.errors import BadRequest, FleetError
+from router.openai.errors import HeadersTooLarge, SlowBody, error_body
+from router.openai.settings import HttpSettings
+
+ABORT = "pdfleet.abort"
+"""Key in the scope: a function that drops the connection, unsent data included."""
+
+
+def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
+    """The protocol class with these limits."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _in_head = True
+        _head_bytes = 0
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._in_head:
+                # Complete headers are weighed exactly by the application; here only those that never end.
+                self._head_bytes += len(data)
+                if self._head_bytes > settings.max_header_bytes + 65536:
+                    return self._refuse(
+                        HeadersTooLarge(
+                            f"the headers have more than {settings.max_header_bytes} bytes "
+                            "(setting http.max_header_bytes)"
+                        )
+                    )
+            if not self.transport.is_closing():
+                super().data_received(data)
+            return None
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+            if not self._in_head:
+                self._await_head()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(BadRequest("this is not HTTP/1.1"))
+
+        def _await_head(self) -> None:
+            self._in_head = True
+            self._head_bytes = 0
+            self._stop_timer()
+            self._head_timer = self.loop.call_later(settings.header_timeout_s, self._too_slow)
+
+        def _too_slow(self) -> None:
+            self._refuse(
+                SlowBody(
+                    f"the headers took more than {settings.header_timeout_s:g} s "
+                    "(setting http.header_timeout_s)"
+                )
+            )
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _refuse(self, error: FleetError) -> None:
+            """Outside any response: while one is under way on this connection, it is only cut off."""
+            if self.transport.is_closing():
+                return
+            if self.cycle is None or self.cycle.response_complete:
+                body = error_body(error)
+                phrase = HTTPStatus(error.http_status).phrase
+                self.transport.write(
+                    f"HTTP/1.1 {error.http_status} {phrase}\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+                    + body
+                )
+            self.transport.close()
+
+    return BoundedProtocol

@@ -1,0 +1,80 @@
+"""Serves the ingress with uvicorn inside a loop that runs already; signals stay the process's business."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from router.openai.asgi import Ingress
+from router.openai.protocol import bounded
+from router.openai.settings import HttpSettings
+
+_GRACE_S = 5.0
+"""For requests that were told to end to do so, seconds."""
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Listens from `start` on."""
+
+    def __init__(self, ingress: Ingress, server: _Server, port: int, task: asyncio.Task[None]) -> None:
+        self._ingress = ingress
+        self._server = server
+        self._task = task
+        self.port = port
+
+    @classmethod
+    async def start(cls, ingress: Ingress, settings: HttpSettings, bind: str = "127.0.0.1") -> HttpServer:
+        """OSError: the port is taken or the address is not of this host."""
+        listener = socket.create_server(
+            (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
+        )
+        config = uvicorn.Config(
+            ingress,
+            http=bounded(settings),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(settings.idle_timeout_s)),
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.001)
+        if task.done():
+            listener.close()
+            task.result()
+            raise OSError("the HTTP server ended before it began")
+        return cls(ingress, server, listener.getsockname()[1], task)
+
+    async def serve(self) -> None:
+        """Until stopped; raises what ended the server."""
+        await asyncio.shield(self._task)
+
+    async def stop(self, limit_s: float) -> None:
+        """Accepts no more, waits for what runs, then ends it with an error. Idempotent."""
+        self._ingress.draining = True
+        self._server.should_exit = True
+        if not await self._ended(limit_s):
+            await self._ingress.stop_running()
+            if not await self._ended(_GRACE_S):
+                self._server.force_exit = True
+                if not await self._ended(_GRACE_S):
+                    self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _ended(self, limit_s: float) -> bool:
+        done, _ = await asyncio.wait({self._task}, timeout=limit_s)
+        return bool(done)

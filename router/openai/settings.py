@@ -1,0 +1,56 @@
+"""Settings of the HTTP surface: where it listens, and every limit that it refuses by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """The ingress. A request that is refused by a limit is told its name."""
+
+    port: int = 8000
+    """TCP port; 0 takes a free one."""
+    max_requests: int = 4096
+    """Requests served at the same time; more are answered 429."""
+    max_body_bytes: int = 8 << 20
+    """Largest body; counted while it comes in, whatever its header says."""
+    body_timeout_s: float = 30.0
+    """Longest a client may take to send a body, seconds."""
+    max_header_bytes: int = 32 << 10
+    """Largest request line and headers together."""
+    header_timeout_s: float = 10.0
+    """Longest a client may take to send the headers, seconds."""
+    idle_timeout_s: float = 75.0
+    """Seconds after which a connection without a request is closed."""
+    max_messages: int = 2048
+    """Messages in a conversation."""
+    max_sequences: int = 128
+    """Answers of one request: prompts × n."""
+    max_stops: int = 4
+    """Stop strings; OpenAI allows as many."""
+    max_stop_characters: int = 512
+    """Length of a stop string."""
+    max_stop_token_ids: int = 128
+    """Entries in stop_token_ids."""
+    max_logit_bias: int = 1024
+    """Entries in logit_bias."""
+    max_logprobs: int = 20
+    """Most likely tokens shown at each position."""
+    ping_s: float = 15.0
+    """Seconds without a frame after which a stream gets a comment, so that nothing on its way gives it up.
+    Before the first token this commits to status 200; 0: never."""
+    write_timeout_s: float = 60.0
+    """Seconds a stream's client may leave its frames unread before it counts as gone."""
+    deadline_s: float = 600.0
+    """Longest a request may take from its acceptance to its last token, seconds."""
+    drain_limit_s: float = 60.0
+    """Longest to wait for running requests after SIGTERM, seconds; then they end with an error."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value < 0 or (value == 0 and item.name not in ("port", "ping_s", "drain_limit_s")):
+                raise ValueError(f"{item.name} is {value}; a number above 0 is needed")
+        if self.port > 65535:
+            raise ValueError(f"port is {self.port}; at most 65535 is possible")
