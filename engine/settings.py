@@ -32,12 +32,22 @@ class EngineSettings:
     max_waiting: int = 1024
     """Sequences that may wait for a place in the batch; one more is refused as `Overloaded`."""
 
+    dtype: str = "auto"
+    """Type of weights, products and KV: float32, bfloat16, float16 or auto, which is bfloat16 where the
+    device multiplies in it, else float32. All workers that hand KV to each other need the same."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:N or auto, which is CUDA where there is a device."""
+
+    threads: int = 1
+    """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""
+
     prefix_cache: bool = True
     """Whether KV blocks are kept and found again by what is in them. Off costs nothing per block, for
     traffic whose prompts share no beginning."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_memory_bytes", "max_batch", "max_waiting"):
+        for name in ("block_size", "kv_memory_bytes", "max_batch", "max_waiting", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_step_tokens <= self.max_batch:

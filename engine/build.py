@@ -1,0 +1,160 @@
+"""From a model folder and settings to a runner: first the pool's size, then the runner over its memory.
+
+Two steps, because the memory between them belongs to the transfer layer, which registers it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.attention import KvPool
+from engine.latency_runner import LatencyModel, LatencyRunner
+from engine.models.llama import Llama, LlamaConfig
+from engine.runner import Runner
+from engine.settings import EngineSettings
+from engine.torch_runner import TorchRunner
+from engine.weights import Checkpoint, torch_dtype, weights_digest
+from fleet.errors import BadRequest
+from fleet.kv_layout import Fingerprint, KvLayout
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total)."""
+
+LATENCY = "latency"
+"""Name of the model without weights: `latency`, or with times in milliseconds
+`latency:base=5,prompt=0.1,decode=0.2,context=0.001`."""
+
+
+def latency_model(name: str) -> LatencyModel | None:
+    """The times in a model's name; None where it names a real model. BadRequest on an unknown part."""
+    kind, _, settings = name.partition(":")
+    if kind != LATENCY:
+        return None
+    fields = {
+        "base": "base_s",
+        "prompt": "per_prompt_token_s",
+        "decode": "per_decode_s",
+        "context": "per_context_token_s",
+    }
+    times: dict[str, float] = {}
+    for part in filter(None, settings.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            times[fields[key]] = float(value) / 1000
+        except (KeyError, ValueError) as error:
+            raise BadRequest(
+                f"{part!r} in model {name!r}: want KEY=MILLISECONDS, with KEY one of {', '.join(fields)}"
+            ) from error
+    return LatencyModel(**times)
+
+
+def plan_pool(folder: Path | str, settings: EngineSettings) -> tuple[KvLayout, int]:
+    """Layout and number of the pool's blocks, for a model folder or for a latency model by its name.
+
+    Reads config.json alone. BadRequest when not one block fits.
+    """
+    if latency_model(str(folder)) is not None:
+        layout = LatencyRunner.layout_of(settings.block_size)
+    else:
+        config = LlamaConfig.read(read_config(Path(folder)))
+        dtype = choose_dtype(settings.dtype, choose_device(settings.device))
+        layout = KvLayout(config.layers, config.kv_heads, config.head_dim, settings.block_size, dtype)
+    blocks = settings.kv_memory_bytes // layout.block_bytes
+    if blocks < 1:
+        raise BadRequest(
+            f"kv_memory_bytes {settings.kv_memory_bytes} holds no block; one is {layout.block_bytes} bytes"
+        )
+    return layout, blocks
+
+
+def build_runner(
+    folder: Path | str,
+    settings: EngineSettings,
+    memory: NDArray[np.uint8] | None = None,
+    progress: Progress | None = None,
+) -> Runner:
+    """The runner of a model folder, or of a latency model by its name, over `memory`.
+
+    `memory`: uint8 `[blocks, block_bytes]` as `plan_pool` says, contiguous. None: the runner takes its own,
+    on its device. Loading takes seconds: call it off the event loop.
+    """
+    layout, blocks = plan_pool(folder, settings)
+    latency = latency_model(str(folder))
+    if latency is not None:
+        if memory is None:
+            return LatencyRunner.with_own_memory(blocks, settings.block_size, latency)
+        return LatencyRunner(memory, layout, latency)
+    folder = Path(folder)
+    device = choose_device(settings.device)
+    if memory is None:
+        shape = (blocks, layout.block_bytes)
+        pool = KvPool(layout, torch.zeros(shape, dtype=torch.uint8, device=device))
+    elif device.type == "cpu":
+        pool = KvPool(layout, torch.from_numpy(memory))
+    else:
+        raise BadRequest(
+            f"device {device} computes on its own memory; set device to cpu for a pool in host memory"
+        )
+    config = read_config(folder)
+    with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
+        model = Llama(LlamaConfig.read(config), checkpoint)
+    return TorchRunner(
+        model, pool, fingerprint(folder, config, layout), device=device, threads=settings.threads
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Contents of a folder's config.json."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadRequest(f"{path} is not a JSON object")
+    return config
+
+
+def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout) -> Fingerprint:
+    """Of what a folder holds, not of its name or place.
+
+    Of the config, what the model is made of counts (as read), so that a comment or a version stamp does not
+    part two workers of the same model.
+    """
+    model = LlamaConfig.read(config)
+    digest = hashlib.blake2b(f"{model!r}\n{weights_digest(folder)}".encode(), digest_size=16)
+    tokenizer = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
+    return Fingerprint.of(
+        layout, model=digest.hexdigest(), tokenizer=tokenizer.hexdigest(), rope=repr(model.rope)
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a device, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise BadRequest(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """`auto` is bfloat16 where the device multiplies in it, else float32.
+
+    A CPU without AVX512-BF16 or AMX does bfloat16 products at a tenth of the speed of float32 ones.
+    """
+    if name != "auto":
+        torch_dtype(name)
+        return name
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "float32"
+    return "bfloat16"

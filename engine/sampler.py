@@ -1,0 +1,159 @@
+"""Draws the next token of every row of logits; a row that asks for nothing special pays for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine import noise
+from engine.words import Chunk
+from fleet.request import TokenLogprobs
+
+_LIST = 256
+"""Most likely tokens looked at first where top-k or top-p cuts; more only if the cut lies beyond."""
+
+
+def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Tokens and log-probabilities, one a row; `logits` is float32 `[rows, vocabulary]` and may be changed.
+
+    Order: log-probabilities of the raw logits, then bias, minimum length, penalties, temperature, top-k,
+    top-p among what is left (Holtzman et al., 2020), min-p, noise. Raises ValueError on logits that are
+    not numbers, rather than drawing a wrong token.
+    """
+    asked = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs >= 0]
+    raw = torch.log_softmax(logits[asked], dim=-1) if asked else None
+    _adjust(logits, chunks)
+    best, tokens = logits.max(dim=-1)
+    if not bool(torch.isfinite(best).all()):
+        bad = [row for row, value in enumerate(best.tolist()) if not np.isfinite(value)]
+        raise ValueError(f"the model gave logits that are not finite numbers, in rows {bad} of a step")
+    random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
+    if random:
+        _draw_random(logits, best, tokens, random, chunks)
+    drawn = tokens.tolist()
+    logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
+    if raw is not None:
+        for row, found in zip(
+            asked, _logprobs(raw, [drawn[row] for row in asked], asked, chunks), strict=True
+        ):
+            logprobs[row] = found
+    return drawn, logprobs
+
+
+def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
+    """Bias, minimum length and penalties, for the rows that have any."""
+    rows: list[int] = []
+    columns: list[int] = []
+    added: list[float] = []
+    for row, chunk in enumerate(chunks):
+        sampling = chunk.sampling
+        for token, bias in sampling.logit_bias:
+            rows.append(row)
+            columns.append(token)
+            added.append(bias)
+        made = chunk.start + len(chunk.tokens) - chunk.prompt_length
+        if sampling.min_tokens > made:
+            for token in sampling.stop_token_ids:
+                rows.append(row)
+                columns.append(token)
+                added.append(-np.inf)
+    if rows:
+        device = logits.device
+        index = (torch.tensor(rows, device=device), torch.tensor(columns, device=device))
+        logits.index_put_(index, torch.tensor(added, device=device), accumulate=True)
+    for row, chunk in enumerate(chunks):
+        if chunk.history:
+            _penalise(logits[row], chunk)
+
+
+def _penalise(logits: Tensor, chunk: Chunk) -> None:
+    """Repetition (Keskar et al., 2019) over all tokens; presence and frequency over the generated ones."""
+    sampling = chunk.sampling
+    history = np.asarray(chunk.history, dtype=np.int64)
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(history)).to(logits.device)
+        values, factor = logits[seen], sampling.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / factor, values * factor)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        made, counts = np.unique(history[chunk.prompt_length :], return_counts=True)
+        less = sampling.presence_penalty + sampling.frequency_penalty * counts
+        logits[torch.from_numpy(made).to(logits.device)] -= torch.from_numpy(less).to(logits)
+
+
+def _draw_random(
+    logits: Tensor, best: Tensor, tokens: Tensor, random: list[int], chunks: Sequence[Chunk]
+) -> None:
+    """Puts drawn tokens in place of the most likely ones, for the rows `random`."""
+    device, vocabulary = logits.device, logits.shape[1]
+    cut = [row for row in random if _cuts(chunks[row], vocabulary)]
+    whole = [row for row in random if not _cuts(chunks[row], vocabulary)]
+    # One row at a time: its noise then stays in the processor's cache, and a batch gains nothing.
+    for row in whole:
+        sampling = chunks[row].sampling
+        scaled = (logits[row : row + 1] - best[row]).div_(sampling.temperature)
+        candidates = torch.arange(vocabulary, dtype=torch.int32, device=device)
+        tokens[row] = _winner(scaled, candidates, [chunks[row]], [sampling.min_p])[0]
+    if cut:
+        settings = [chunks[row].sampling for row in cut]
+        heat = torch.tensor([s.temperature for s in settings], device=device).unsqueeze(1)
+        scaled = (logits[cut] - best[cut].unsqueeze(1)).div_(heat)
+        values, candidates = _likely(scaled, [(s.top_k, s.top_p) for s in settings])
+        place = _winner(values, candidates.int(), [chunks[row] for row in cut], [s.min_p for s in settings])
+        tokens[cut] = candidates.gather(1, place.unsqueeze(1)).squeeze(1)
+
+
+def _cuts(chunk: Chunk, vocabulary: int) -> bool:
+    return 0 < chunk.sampling.top_k < vocabulary or chunk.sampling.top_p < 1.0
+
+
+def _winner(scaled: Tensor, candidates: Tensor, chunks: Sequence[Chunk], min_p: Sequence[float]) -> Tensor:
+    """Column of the largest logit plus noise in each row; `scaled` has its maximum at 0."""
+    if any(min_p):
+        least = torch.tensor(min_p, device=scaled.device).log().unsqueeze(1)
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    # The position of the token that is drawn: the same wherever the sequence runs.
+    draws = [(chunk.sampling.seed, chunk.start + len(chunk.tokens)) for chunk in chunks]
+    return (noise.gumbel(noise.keys(draws, scaled.device), candidates) + scaled).argmax(dim=-1)
+
+
+def _likely(scaled: Tensor, limits: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor]:
+    """The tokens that top-k and top-p leave: (scaled logits with -inf for cut ones, token ids).
+
+    A cut is a value, and all tokens of that value stay: what is left must not depend on how a sort orders
+    equal logits. So the list grows until every row's cut lies inside it.
+    """
+    vocabulary = scaled.shape[1]
+    device = scaled.device
+    ks = torch.tensor([k if 0 < k < vocabulary else vocabulary for k, _ in limits], device=device).unsqueeze(
+        1
+    )
+    ps = torch.tensor([p for _, p in limits], device=device).unsqueeze(1)
+    every = scaled.exp().sum(dim=-1, keepdim=True)
+    size = min(max([_LIST, *(k + 1 for k, _ in limits)]), vocabulary)
+    while True:
+        values, candidates = scaled.topk(size, dim=-1)
+        weights = values.exp()
+        rank = torch.arange(size, device=device)
+        kept = rank < ks
+        total = torch.where(ks < vocabulary, (weights * kept).sum(dim=-1, keepdim=True), every)
+        # A token stays while those before it have not yet reached top_p; the first one always does.
+        kept &= ((weights.cumsum(dim=-1) - weights) < ps * total) | (rank == 0)
+        least = values.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        if size == vocabulary or bool((values[:, -1:] < least).all()):
+            return values.masked_fill(values < least, -torch.inf), candidates
+        size = min(size * 8, vocabulary)
+
+
+def _logprobs(
+    raw: Tensor, drawn: Sequence[int], asked: Sequence[int], chunks: Sequence[Chunk]
+) -> list[TokenLogprobs]:
+    counts = [min(chunks[row].sampling.logprobs, raw.shape[1]) for row in asked]
+    own = raw.gather(1, torch.tensor(drawn, device=raw.device).unsqueeze(1)).squeeze(1).tolist()
+    values, tokens = (found.tolist() for found in raw.topk(max(counts), dim=-1))
+    return [
+        TokenLogprobs(own[i], tuple(zip(tokens[i][:count], values[i][:count], strict=True)))
+        for i, count in enumerate(counts)
+    ]
