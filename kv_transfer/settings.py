@@ -1,0 +1,53 @@
+"""What an operator may set about moving KV, each with its unit and reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSPORTS = ("shm", "ucx", "loopback")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    transport: str = "auto"
+    """`auto` (shm and ucx, the best that both sides share), or a comma list of shm, ucx, loopback."""
+    lease_s: float = 10.0
+    """Seconds that blocks stay pinned without a renewal; what a dead reader costs at most. Readers renew
+    at a third of it, so a slow but living one loses nothing."""
+    chunk_bytes: int = 16 << 20
+    """Most bytes a request; bounds what a cancel waits for. 16–32 MiB keeps every path busy."""
+    in_flight_bytes: int = 32 << 20
+    """Most bytes requested and not yet arrived, for each source."""
+    checksum: bool = True
+    """xxh3_64 of each block, sealed at grant and verified by the reader; 13–21 GB/s, so leave it on."""
+    bind: str = "127.0.0.1"
+    """Interface address that ucx listens on; set it to this host's own address to serve other hosts."""
+    advertise: str = ""
+    """Host written into tickets; empty is `bind`."""
+    folder: str = ""
+    """Where shm makes its private 0700 folder; empty is the system's temporary folder."""
+    connect_s: float = 5.0
+    """Seconds until an unanswered connection or greeting counts as failed."""
+    fence_s: float = 0.25
+    """Seconds that a cancelled or overdue request may take to end by itself; then its path is closed."""
+
+    def __post_init__(self) -> None:
+        if self.transport != "auto":
+            unknown = [name for name in self.names() if name not in TRANSPORTS]
+            if unknown or not self.names():
+                raise ValueError(
+                    f"transport: {self.transport!r} is not auto or a comma list of {', '.join(TRANSPORTS)}"
+                )
+        for name in ("lease_s", "connect_s", "fence_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: must be more than 0 seconds, not {getattr(self, name)}")
+        if not 1 << 12 <= self.chunk_bytes <= 32 << 20:
+            raise ValueError(f"chunk_bytes: must be 4 KiB to 32 MiB, not {self.chunk_bytes}")
+        if self.in_flight_bytes < self.chunk_bytes:
+            raise ValueError("in_flight_bytes: must be at least chunk_bytes")
+
+    def names(self) -> tuple[str, ...]:
+        """Transports to start, the most wanted first."""
+        if self.transport == "auto":
+            return ("shm", "ucx")
+        return tuple(name.strip() for name in self.transport.split(",") if name.strip())

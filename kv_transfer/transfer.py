@@ -1,0 +1,543 @@
+"""One worker's transfers: grants of its own blocks to readers, and pulls of others' blocks into its pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
+from fleet.handoff import KvTicket
+from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
+from kv_transfer.lease import Ended, LeaseTable
+from kv_transfer.loopback import LoopbackHub, LoopbackTransport
+from kv_transfer.plan import Chunk, Pulled, plan_pull
+from kv_transfer.region import Region, checksums
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import (
+    INLINE_BYTES,
+    ChecksumMismatch,
+    Connection,
+    Peer,
+    Reading,
+    Transport,
+    finish,
+)
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = (
+    "pulls",
+    "pull_failures",
+    "pulled_blocks",
+    "pulled_bytes",
+    "checksum_mismatches",
+    "leases_granted",
+    "leases_released",
+    "leases_expired",
+    "leases_aborted",
+    "refused_reads",
+    "served_reads",
+    "served_bytes",
+    "connections_opened",
+)
+
+_ENDS = {"expired": "leases_expired", "aborted": "leases_aborted"}
+
+
+class Transfer:
+    """Both sides of KV transfer for one process. All methods are called on one event loop."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        fingerprint: str,
+        region: Region,
+        settings: TransferSettings,
+        on_end: Callable[[LeaseId, str], None],
+    ) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.fingerprint = fingerprint
+        self.region = region
+        self.settings = settings
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="kv-transfer")
+        self._threaded = True
+        self._transports: list[Transport] = []
+        self._table = LeaseTable()
+        self._sealed: dict[LeaseId, tuple[int, ...] | asyncio.Future[tuple[int, ...]]] = {}
+        self._aborts: dict[LeaseId, dict[int, Callable[[], None]]] = {}
+        self._read_number = 0
+        self._sweep: asyncio.TimerHandle | None = None
+        self._paths: dict[tuple[WorkerId, Incarnation, str], asyncio.Task[tuple[Connection, str]]] = {}
+        self._budgets: dict[tuple[WorkerId, Incarnation], _Budget] = {}
+        self._kept: Counter[LeaseId] = Counter()
+        self._pulls = 0
+        self._calm = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._counters: Counter[str] = Counter()
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        fingerprint: str,
+        region: Region,
+        settings: TransferSettings,
+        on_end: Callable[[LeaseId, str], None],
+        loopback: LoopbackHub | None = None,
+    ) -> Transfer:
+        """Open the transports that `settings` name (with a `loopback`, that one alone) and serve.
+
+        `on_end(lease, why)` is called exactly once for each lease, when it is over and no read touches its
+        blocks any more; it must not raise. With `auto`, a transport that this host lacks is left out;
+        ValueError when one that was named, or every one, is not to be had.
+        """
+        transfer = cls(worker, incarnation, fingerprint, region, settings, on_end)
+        if loopback is not None:
+            transfer._threaded = False  # a virtual clock knows no threads
+            address = f"loopback:{worker}/{incarnation}"
+            transfer._transports.append(
+                LoopbackTransport(loopback, address, _Serving(transfer), region, settings)
+            )
+            return transfer
+        try:
+            for name in settings.names():
+                await transfer._open(name)
+        except BaseException:
+            await transfer.close()
+            raise
+        if not transfer._transports:
+            raise ValueError("transport: neither shm nor ucx can be used on this host")
+        return transfer
+
+    async def _open(self, name: str) -> None:
+        # Imported here: ucxx takes most of a second, and not every process moves KV.
+        from kv_transfer.shm import ShmTransport
+        from kv_transfer.ucx import UcxTransport, available
+
+        source = _Serving(self)
+        try:
+            if name == "loopback":
+                raise ValueError("transport: loopback needs a hub, inside one process")
+            if name == "shm":
+                self._transports.append(
+                    await ShmTransport.start(source, self.region, self.settings, self._threads)
+                )
+            elif reason := available():
+                raise ValueError(f"transport: {reason}")
+            else:
+                self._transports.append(
+                    await UcxTransport.start(source, self.region, self.settings, self._threads)
+                )
+        except (ValueError, OSError) as error:
+            if self.settings.transport != "auto":
+                raise
+            logger.warning("KV transfer goes without %s: %s", name, error)
+
+    @property
+    def address(self) -> str:
+        """All transports a reader may choose from, the best first; for the card and tickets."""
+        return ",".join(transport.address for transport in self._transports)
+
+    @property
+    def leases(self) -> int:
+        return len(self._table)
+
+    @property
+    def pinned(self) -> int:
+        """Own blocks under at least one lease."""
+        return self._table.pinned
+
+    def counters(self) -> dict[str, int]:
+        """Totals since start, all keys always there."""
+        return {name: self._counters[name] for name in COUNTERS}
+
+    # The source's side.
+
+    def grant(self, blocks: Sequence[int], tokens: int) -> KvTicket:
+        """Promise that these blocks stay as they are; the ticket is what a reader needs.
+
+        ValueError for blocks outside the region or repeated. Their bytes must be final.
+        """
+        if blocks and max(blocks) >= self.region.blocks:
+            raise ValueError(f"block {max(blocks)} is outside the {self.region.blocks} of this pool")
+        lease = new_lease_id()
+        self._table.grant(lease, blocks, self._loop.time(), self.settings.lease_s)
+        self._sealed[lease] = self._seal(tuple(blocks)) if self.settings.checksum else ()
+        self._counters["leases_granted"] += 1
+        self._arm()
+        return KvTicket(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            address=self.address,
+            lease=lease,
+            fingerprint=self.fingerprint,
+            tokens=tokens,
+            lease_s=self.settings.lease_s,
+        )
+
+    def _seal(self, blocks: tuple[int, ...]) -> tuple[int, ...] | asyncio.Future[tuple[int, ...]]:
+        if not self._threaded or len(blocks) * self.region.block_bytes <= INLINE_BYTES:
+            return checksums(self.region.array, blocks)
+        return self._loop.run_in_executor(self._threads, checksums, self.region.array, blocks)
+
+    async def _sums(self, lease: LeaseId) -> tuple[int, ...]:
+        sealed = self._sealed[lease]
+        if isinstance(sealed, tuple):
+            return sealed
+        sums = await asyncio.shield(sealed)
+        self._sealed[lease] = sums
+        return sums
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease, as soon as no read touches it; unknown and ended ones are none of our business."""
+        self._ended(self._table.release(lease))
+
+    def _ended(self, ended: Ended | None) -> None:
+        if ended is None:
+            return
+        self._counters[_ENDS.get(ended.why, "leases_released")] += 1
+        sealing = self._sealed.pop(ended.lease)
+        if isinstance(sealing, asyncio.Future) and not sealing.done():
+            # The thread may still read the blocks: harmless, as sums of an ended lease are never used.
+            sealing.cancel()
+        self._on_end(ended.lease, ended.why)
+
+    def _arm(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        due = self._table.next_expiry()
+        if due is not None and not self._closed:
+            self._sweep = self._loop.call_at(due, self._expire)
+
+    def _expire(self) -> None:
+        swept = self._table.expire(self._loop.time())
+        for lease in swept.overdue:
+            for abort in list(self._aborts.get(lease, {}).values()):
+                abort()
+        for ended in swept.ended:
+            self._ended(ended)
+        self._arm()
+
+    # The reader's side.
+
+    def keep(self, ticket: KvTicket) -> contextlib.AbstractAsyncContextManager[None]:
+        """Renew the lease at its source until left, from now on, also while the pull waits for its turn.
+        Leaving tells the source that this reader is done; the source then ends the lease."""
+        return self._keep(ticket)
+
+    @contextlib.asynccontextmanager
+    async def _keep(self, ticket: KvTicket) -> AsyncGenerator[None]:
+        self._kept[ticket.lease] += 1
+        renewing = asyncio.create_task(self._renew(ticket))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            self._kept[ticket.lease] -= 1
+            if not self._kept[ticket.lease]:
+                del self._kept[ticket.lease]
+                self._spawn(self._leave(ticket))
+
+    async def _renew(self, ticket: KvTicket) -> None:
+        pause = max(0.01, min(ticket.lease_s, self.settings.lease_s) / 3)
+        while True:
+            try:
+                async with asyncio.timeout(pause):
+                    connection, _ = await self._path(ticket)
+                    await connection.renew(ticket.lease)
+            except (LeaseExpired, BadRequest) as error:
+                logger.info("lease %s of %s is not renewed any more: %s", ticket.lease, ticket.worker, error)
+                return
+            except (TransferFailed, TimeoutError):
+                pass  # it may be only slow; the lease's end is the judge
+            await asyncio.sleep(pause)
+
+    async def _leave(self, ticket: KvTicket) -> None:
+        with contextlib.suppress(FleetError, TimeoutError):
+            async with asyncio.timeout(self.settings.connect_s):
+                connection, _ = await self._path(ticket)
+                connection.leave(ticket.lease)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def pull(self, ticket: KvTicket, pairs: Sequence[tuple[int, int]], deadline_s: float) -> Pulled:
+        """Bring blocks of a lease into own blocks: `pairs` are (position in the lease, own block).
+
+        Returns only when the data is whole, checksummed, and the lease was proven to stand after the last
+        byte. Raises LeaseExpired, TransferFailed, BadRequest (`param="fingerprint"` before any byte moved).
+        When it has returned, raised or been cancelled, no later write into the own blocks can happen; for
+        that it may outlast its deadline by `fence_s`. Without `keep`, the lease's rest bounds the deadline.
+        """
+        if self._closed:
+            raise TransferFailed("this worker's transfer layer is closed")
+        started = self._loop.time()
+        self._pulls += 1
+        try:
+            pulled = await self._pull(ticket, pairs, deadline_s, started)
+        except BaseException as error:
+            self._counters["pull_failures"] += 1
+            if isinstance(error, ChecksumMismatch):
+                self._counters["checksum_mismatches"] += 1
+            raise
+        finally:
+            self._pulls -= 1
+            self._calm.set()
+        self._counters["pulls"] += 1
+        self._counters["pulled_blocks"] += pulled.blocks
+        self._counters["pulled_bytes"] += pulled.bytes
+        return pulled
+
+    async def _pull(
+        self, ticket: KvTicket, pairs: Sequence[tuple[int, int]], deadline_s: float, started: float
+    ) -> Pulled:
+        if ticket.fingerprint != self.fingerprint:
+            raise BadRequest(
+                f"fingerprint: {ticket.worker} has {ticket.fingerprint}, {self.worker} has {self.fingerprint}",
+                param="fingerprint",
+            )
+        chunks = plan_pull(
+            pairs,
+            own_blocks=self.region.blocks,
+            block_bytes=self.region.block_bytes,
+            chunk_bytes=self.settings.chunk_bytes,
+        )
+        if ticket.lease not in self._kept:
+            deadline_s = min(deadline_s, ticket.lease_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                connection, why = await self._path(ticket)
+                await self._read_all(connection, ticket, chunks)
+        except TimeoutError:
+            raise TransferFailed(
+                f"{ticket.worker} did not deliver {len(pairs)} blocks within {deadline_s:.3f} s"
+            ) from None
+        seconds = self._loop.time() - started
+        return Pulled(len(pairs), len(pairs) * self.region.block_bytes, seconds, why.split(":")[0], why)
+
+    async def _read_all(self, connection: Connection, ticket: KvTicket, chunks: Sequence[Chunk]) -> None:
+        key = (ticket.worker, ticket.incarnation)
+        budget = self._budgets.setdefault(key, _Budget(self.settings.in_flight_bytes))
+        budget.users += 1
+        try:
+            if len(chunks) == 1:
+                await self._read(connection, ticket.lease, chunks[0], budget)
+                return
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for chunk in chunks:
+                        group.create_task(self._read(connection, ticket.lease, chunk, budget))
+            except BaseExceptionGroup as failed:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise asyncio.CancelledError from None  # the group forgets it when a read fails too
+                # One reason is enough: the others are its consequence.
+                raise failed.exceptions[0] from None
+        finally:
+            budget.users -= 1
+            if not budget.users:
+                self._budgets.pop(key, None)
+
+    async def _read(self, connection: Connection, lease: LeaseId, chunk: Chunk, budget: _Budget) -> None:
+        size = len(chunk.positions) * self.region.block_bytes
+        async with budget.take(size):
+            await connection.read(lease, chunk)
+
+    async def _path(self, ticket: KvTicket) -> tuple[Connection, str]:
+        """An open connection to this life of the source, shared by all pulls, and why it is of this kind."""
+        key = (ticket.worker, ticket.incarnation, ticket.address)
+        while True:
+            task = self._paths.get(key)
+            if task is None:
+                task = self._paths[key] = asyncio.create_task(self._connect(ticket))
+                task.add_done_callback(lambda done: self._forget(key, done))
+            connection, why = await asyncio.shield(task)
+            if not connection.closed:
+                return connection, why
+            self._paths.pop(key, None)
+
+    def _forget(
+        self, key: tuple[WorkerId, Incarnation, str], task: asyncio.Task[tuple[Connection, str]]
+    ) -> None:
+        if (task.cancelled() or task.exception() is not None) and self._paths.get(key) is task:
+            del self._paths[key]
+
+    async def _connect(self, ticket: KvTicket) -> tuple[Connection, str]:
+        peer = Peer(self.worker, ticket.worker, ticket.incarnation, self.fingerprint, self.region.block_bytes)
+        self._drop_closed()
+        reasons: list[str] = []
+        for transport in self._transports:
+            address = next((part for part in ticket.address.split(",") if transport.reaches(part)), None)
+            if address is None:
+                reasons.append(f"{transport.name} does not reach it")
+                continue
+            try:
+                connection = await transport.connect(address, peer)
+            except TransferFailed as error:
+                reasons.append(f"{transport.name}: {error.message}")
+                continue
+            self._counters["connections_opened"] += 1
+            chosen = "; ".join(reasons) or "the best that both sides have"
+            return connection, f"{transport.name}: {chosen}"
+        raise TransferFailed(f"no path to {ticket.worker} at {ticket.address}: {'; '.join(reasons)}")
+
+    def _drop_closed(self) -> None:
+        """Forget paths to peers that are gone, so that restarts of peers leave nothing behind."""
+        for key, task in list(self._paths.items()):
+            if task.done() and not task.cancelled() and task.exception() is None and task.result()[0].closed:
+                del self._paths[key]
+
+    def validate(self, idle: bool = False) -> None:
+        """AssertionError on any broken invariant; idle: nothing leased, read, pulled or kept either."""
+        self._table.validate()
+        assert set(self._sealed) == {lease for lease in self._sealed if lease in self._table}
+        assert len(self._sealed) == len(self._table), "sums of ended leases are kept"
+        assert sum(map(len, self._aborts.values())) == self._table.reads, "reads and their aborts differ"
+        if idle:
+            assert not len(self._table), f"{len(self._table)} leases are open"
+            assert not self._table.pinned, f"{self._table.pinned} blocks are pinned"
+            assert not self._aborts, "reads of own blocks are under way"
+            assert not self._pulls, f"{self._pulls} pulls are under way"
+            assert not self._kept, f"{len(self._kept)} leases are being kept"
+            assert not self._budgets, "bytes are in flight"
+
+    async def close(self) -> None:
+        """Fence and end all: pulls fail, peers' reads end, then every lease ends as `aborted`. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await finish(self._close())
+
+    async def _close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        for path in list(self._paths.values()):
+            path.cancel()
+            await asyncio.wait({path})
+            if not path.cancelled() and path.exception() is None:
+                await path.result()[0].close()
+        while self._pulls:
+            self._calm.clear()
+            await self._calm.wait()
+        for transport in self._transports:
+            await transport.close()
+        for lease in list(self._sealed):
+            self._ended(self._table.release(lease, "aborted"))
+        self._threads.shutdown(wait=False)
+
+
+class _Budget:
+    """Bytes in flight from one source, first come first served; one request is always let through."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = asyncio.Condition()
+        self.users = 0
+
+    @contextlib.asynccontextmanager
+    async def take(self, size: int) -> AsyncGenerator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit)
+            self._used += size
+        try:
+            yield
+        finally:
+            self._used -= size
+            await finish(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _Serving:
+    """`Source` for the transports, so that what they may call is not what workers may call."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self.region = transfer.region
+
+    def welcome(self, peer: Peer) -> None:
+        own = self._transfer
+        if (peer.worker, peer.incarnation) != (own.worker, own.incarnation):
+            raise LeaseExpired(
+                f"{peer.worker} of incarnation {peer.incarnation} is gone; "
+                f"here is {own.worker} of {own.incarnation}"
+            )
+        if peer.fingerprint != own.fingerprint:
+            raise BadRequest(
+                f"fingerprint: {peer.reader} has {peer.fingerprint}, {own.worker} has {own.fingerprint}",
+                param="fingerprint",
+            )
+        if peer.block_bytes != own.region.block_bytes:
+            raise BadRequest(
+                f"block_bytes: {peer.reader} has {peer.block_bytes}, "
+                f"{own.worker} has {own.region.block_bytes}",
+                param="block_bytes",
+            )
+
+    async def begin_read(
+        self, lease: LeaseId, positions: Sequence[int], abort: Callable[[], None]
+    ) -> Reading:
+        own = self._transfer
+        try:
+            blocks = own._table.begin_read(lease, positions, own._loop.time())
+        except IndexError as error:
+            own._counters["refused_reads"] += 1
+            raise BadRequest(str(error), param="positions") from None
+        except LeaseExpired:
+            own._counters["refused_reads"] += 1
+            raise
+        own._read_number += 1
+        number = own._read_number
+        own._aborts.setdefault(lease, {})[number] = abort
+        try:
+            sums = await own._sums(lease)
+        except BaseException:
+            self._end(lease, number)
+            raise
+        return Reading(number, lease, blocks, tuple(sums[position] for position in positions) if sums else ())
+
+    def _end(self, lease: LeaseId, number: int) -> str:
+        own = self._transfer
+        aborts = own._aborts[lease]
+        del aborts[number]
+        if not aborts:
+            del own._aborts[lease]
+        why, ended = own._table.end_read(lease, own._loop.time())
+        own._ended(ended)
+        return why
+
+    def end_read(self, reading: Reading) -> None:
+        why = self._end(reading.lease, reading.number)
+        counters = self._transfer._counters
+        counters["served_reads"] += 1
+        counters["served_bytes"] += len(reading.blocks) * self.region.block_bytes
+        if why:
+            raise LeaseExpired(f"lease {reading.lease} did not stand until the last byte: {why}")
+
+    def renew(self, lease: LeaseId) -> float:
+        own = self._transfer
+        left = own._table.renew(lease, own._loop.time(), own.settings.lease_s)
+        own._arm()
+        return left
+
+    def leave(self, lease: LeaseId) -> None:
+        self._transfer.release(lease)

@@ -1,0 +1,443 @@
+"""UCX through ucxx, two-sided: the source checks the lease and sends by tag straight from its pool's blocks
+into the reader's blocks; where there is RDMA or NVLink, UCX's rendezvous lets the hardware copy.
+
+The talk runs over a TCP socket of ours, which binds one interface (ucxx's listener binds all) and notices
+a dead process at once; the UCX worker addresses travel in the greeting. A reader has one UCX worker for
+each source, so that giving up one path harms no other. Endpoints are made in peer-error mode.
+
+Fence: `close_blocking` with a period is the one way of ucxx that ends matched receives whose sender is
+frozen (`close()` and `cancel_inflight_requests` leave them, and their bytes arrive later). A read ends
+only when each of its requests is complete; if some is not even then, its worker is never progressed
+again, and without progress nothing is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from fleet.errors import BadRequest, TransferFailed
+from fleet.ids import LeaseId
+from kv_transfer.control import Caller, ControlServer, Done, Granted, Hello, Read, greet
+from kv_transfer.plan import Chunk
+from kv_transfer.region import Region
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import Peer, Reading, Source, settled, verify_off_loop
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 0.001
+"""Longest stretch of progress before the event loop gets its turn."""
+_WATCH_S = 0.05
+"""Progress at least this often while requests are open, should the event descriptor miss one."""
+_CLOSE_NS = 500_000_000
+"""Longest that a forced close may take; 1 ms was seen with a frozen peer."""
+_TAG_BITS = 20
+"""Low bits of a tag: index within the read; above it the read's number, used once a connection."""
+
+_retired: list[Any] = []
+"""Workers whose requests would not end: kept for ever and never progressed, because ucxx progresses a
+worker when it is destroyed."""
+
+
+class _Request(Protocol):
+    completed: bool
+
+    def check_error(self) -> None: ...
+
+
+def available() -> str:
+    """Why UCX cannot be used here; empty when it can."""
+    try:
+        _api()
+    except ImportError as error:
+        return f"ucxx does not load: {error}"
+    return ""
+
+
+def _api() -> Any:
+    # ucxx sets UCX_MEMTYPE_CACHE, and a UCX without CUDA then warns on stdout about its own packaging.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    import ucxx  # noqa: F401 - loads the UCX libraries; slow, so only where UCX is used
+    from ucxx._lib import libucxx
+
+    return libucxx
+
+
+class _NotPosted:
+    """Stands for a request that UCX would not take."""
+
+    completed = True
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def check_error(self) -> None:
+        raise self._error
+
+
+def _post(
+    operation: Callable[[Any, Any], _Request], region: Region, blocks: Sequence[int], number: int
+) -> list[_Request]:
+    """One tagged request a block, until UCX takes no more."""
+    from ucxx._lib.arr import Array
+
+    tag = _api().UCXXTag
+    requests: list[_Request] = []
+    for index, block in enumerate(blocks):
+        try:
+            requests.append(operation(Array(region.array[block]), tag((number << _TAG_BITS) + index)))
+        except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time
+            requests.append(_NotPosted(error))
+            break
+    return requests
+
+
+class _Batch:
+    """Requests of one read; they complete mostly in order, so only the first open one is looked at."""
+
+    def __init__(self, requests: Sequence[_Request]) -> None:
+        self._requests = requests
+        self._next = 0
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def look(self) -> bool:
+        while self._next < len(self._requests) and self._requests[self._next].completed:
+            self._next += 1
+        if self._next < len(self._requests):
+            return False
+        if not self.over.done():
+            self.over.set_result(None)
+        return True
+
+    def check(self) -> None:
+        """TransferFailed when one did not succeed."""
+        for request in self._requests:
+            try:
+                request.check_error()
+            except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time
+                raise TransferFailed(f"UCX: {error}") from None
+
+
+class _Worker:
+    """A UCX worker, progressed on the event loop when UCX's event descriptor says so."""
+
+    def __init__(self, context: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ucx = _api().UCXWorker(context)
+        self.ucx.init_blocking_progress_mode()
+        self.address = bytes(self.ucx.address)
+        self._batches: list[_Batch] = []
+        self._scheduled: asyncio.Handle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._fd: int = self.ucx.epoll_file_descriptor
+        self._loop.add_reader(self._fd, self.kick)
+        self.kick()
+
+    def kick(self) -> None:
+        """Progress soon: after anything was posted, because posting can swallow events."""
+        if self._scheduled is None and not self._closed:
+            self._scheduled = self._loop.call_soon(self._progress)
+
+    def watch(self, requests: Sequence[_Request]) -> _Batch:
+        batch = _Batch(requests)
+        self._batches.append(batch)
+        self.kick()
+        return batch
+
+    def _progress(self) -> None:
+        self._scheduled = None
+        if self._closed:
+            return
+        until = self._loop.time() + _SLICE_S
+        busy = True
+        while busy and self._loop.time() < until:
+            busy = self.ucx.progress_once()
+        self._batches = [batch for batch in self._batches if not batch.look()]
+        if busy or not self.ucx.arm():
+            self.kick()
+        elif self._batches and self._watch is None:
+            self._watch = self._loop.call_later(_WATCH_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._watch = None
+        self.kick()
+
+    async def fenced(self, batch: _Batch) -> None:
+        """After a forced close of its endpoint: return when nothing of this batch can be written any more."""
+        if not batch.look():
+            self.kick()
+            await asyncio.wait({batch.over}, timeout=1.0)
+            if not batch.over.done():
+                logger.error("UCX requests did not end after a forced close; their worker is retired")
+                self.retire()
+
+    def retire(self) -> None:
+        _retired.append((self.ucx, list(self._batches)))
+        self.close()
+        for batch in self._batches:
+            if not batch.over.done():
+                batch.over.set_result(None)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        for handle in (self._scheduled, self._watch):
+            if handle is not None:
+                handle.cancel()
+
+
+def _force_close(endpoint: Any) -> None:
+    try:
+        endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+    except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time
+        logger.warning("closing a UCX endpoint: %s", error)
+
+
+class UcxTransport:
+    name = "ucx"
+
+    def __init__(self, region: Region, settings: TransferSettings, threads: Executor) -> None:
+        self._region = region
+        self._settings = settings
+        self._threads = threads
+        api = _api()
+        # Loopback stays loopback: UCX's own listening sockets too.
+        local = settings.bind in ("127.0.0.1", "localhost") and "UCX_NET_DEVICES" not in os.environ
+        self._context = api.UCXContext(
+            {"NET_DEVICES": "lo"} if local else {}, feature_flags=(api.Feature.TAG, api.Feature.WAKEUP)
+        )
+        self._worker = _Worker(self._context)
+        self._server: ControlServer | None = None
+        self.address = ""
+
+    @classmethod
+    async def start(
+        cls, source: Source, region: Region, settings: TransferSettings, threads: Executor
+    ) -> UcxTransport:
+        loop = asyncio.get_running_loop()
+        family, kind, protocol, _, where = (
+            await loop.getaddrinfo(settings.bind, 0, type=socket.SOCK_STREAM)
+        )[0]
+        transport = cls(region, settings, threads)
+        listener = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        try:
+            listener.bind(where)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            transport._worker.close()
+            raise
+        transport._server = ControlServer(
+            listener,
+            source,
+            lambda hello: _Serving(transport._worker, region, hello),
+            greeting_s=settings.connect_s,
+        )
+        host = settings.advertise or settings.bind
+        transport.address = f"ucx:{host}:{listener.getsockname()[1]}"
+        return transport
+
+    def reaches(self, address: str) -> bool:
+        return address.startswith("ucx:")
+
+    async def connect(self, address: str, peer: Peer) -> UcxConnection:
+        host, _, port = address[len("ucx:") :].rpartition(":")
+        loop = asyncio.get_running_loop()
+        worker = _Worker(self._context)
+        sock: socket.socket | None = None
+        try:
+            try:
+                async with asyncio.timeout(self._settings.connect_s):
+                    family, kind, protocol, _, where = (
+                        await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+                    )[0]
+                    sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+                    await loop.sock_connect(sock, where)
+            except (OSError, ValueError, TimeoutError) as error:
+                raise TransferFailed(f"no source at {address}: {error or 'no answer'}") from error
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            welcome, _ = await greet(
+                sock, peer, worker.address, want_fd=False, timeout_s=self._settings.connect_s
+            )
+            endpoint = _endpoint(worker, welcome.ucx)
+            reader, writer = await asyncio.open_connection(sock=sock)
+        except BaseException:
+            worker.close()
+            if sock is not None:
+                sock.close()
+            raise
+        return UcxConnection(self._region, worker, endpoint, self._settings, self._threads, reader, writer)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+        self._worker.close()
+
+
+def _endpoint(worker: _Worker, address: bytes) -> Any:
+    api = _api()
+    if len(address) < 16:
+        raise BadRequest("no UCX worker address in the greeting")
+    try:
+        endpoint = worker.ucx.create_endpoint_from_worker_address(
+            api.UCXAddress.create_from_buffer(address), True
+        )
+    except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time
+        raise TransferFailed(f"UCX cannot reach the peer: {error}") from None
+    worker.kick()
+    return endpoint
+
+
+class _Serving:
+    """Serving one reader: sends straight from the pool; each read ends when its sends are complete."""
+
+    lists_blocks = False
+
+    def __init__(self, worker: _Worker, region: Region, hello: Hello) -> None:
+        self._worker = worker
+        self._region = region
+        self._endpoint = _endpoint(worker, hello.ucx)
+        self._closed = False
+        self._reads: dict[int, _Batch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ucx = worker.address
+
+    def start(self, number: int, reading: Reading, done: Callable[[], None]) -> None:
+        if self._closed:
+            done()
+            return
+        batch = self._reads[number] = self._worker.watch(
+            _post(self._endpoint.tag_send, self._region, reading.blocks, number)
+        )
+        task = asyncio.create_task(self._finish(number, batch, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, number: int, batch: _Batch, done: Callable[[], None]) -> None:
+        await batch.over
+        del self._reads[number]
+        try:
+            batch.check()
+        except TransferFailed as error:
+            logger.info("a KV read ended early: %s", error)
+        done()
+
+    def copied(self, number: int) -> None:
+        pass
+
+    def drop(self, number: int) -> bool:
+        self.abort()
+        return False
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            _force_close(self._endpoint)
+            self._worker.kick()
+
+
+class UcxConnection:
+    def __init__(
+        self,
+        region: Region,
+        worker: _Worker,
+        endpoint: Any,
+        settings: TransferSettings,
+        threads: Executor,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._region = region
+        self._worker = worker
+        self._endpoint = endpoint
+        self._settings = settings
+        self._threads = threads
+        self._reads = 0
+        self._caller = Caller(reader, writer, self._broken)
+
+    @property
+    def closed(self) -> bool:
+        return self._caller.closed
+
+    def _broken(self) -> None:
+        _force_close(self._endpoint)
+        self._worker.kick()
+        self._rest()
+
+    def _rest(self) -> None:
+        """The worker goes when the path is closed and its last read has ended."""
+        if self.closed and not self._reads:
+            self._worker.close()
+
+    async def read(self, lease: LeaseId, chunk: Chunk) -> None:
+        await settled(
+            self._exchange(lease, chunk),
+            fence_s=self._settings.fence_s,
+            abort=lambda: self._caller.shut("a read was given up"),
+        )
+
+    async def _exchange(self, lease: LeaseId, chunk: Chunk) -> None:
+        call = self._caller.open()
+        self._reads += 1
+        try:
+            self._caller.say(Read(call.number, lease, list(chunk.positions)))
+            granted = await call.next(Granted)
+            if granted.checksums and len(granted.checksums) != len(chunk.positions):
+                raise TransferFailed("the source sent checksums for another number of blocks")
+            if self.closed:
+                raise TransferFailed("the source hung up")
+            batch = self._worker.watch(
+                _post(self._endpoint.tag_recv, self._region, chunk.destinations, call.number)
+            )
+            verdict = asyncio.ensure_future(call.next(Done))
+            try:
+                await self._arrival(batch, verdict)
+            finally:
+                if not batch.look():
+                    self._caller.shut("a read failed")
+                    await self._worker.fenced(batch)
+                verdict.cancel()
+                await asyncio.wait({verdict})
+            await verify_off_loop(self._region, chunk, granted.checksums, self._threads)
+        finally:
+            self._caller.end(call)
+            self._reads -= 1
+            self._rest()
+
+    async def _arrival(self, batch: _Batch, verdict: asyncio.Future[Done]) -> None:
+        # A refusal, or the end of the path, may come while receives are open; done comes after all was sent.
+        waits: set[asyncio.Future[Any]] = {batch.over, verdict}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if verdict.done():
+            verdict.result()
+            await asyncio.wait({batch.over, self._caller.gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not batch.look():
+            raise TransferFailed("the source hung up")
+        try:
+            batch.check()
+        except TransferFailed:
+            # The source closes the path of a read whose lease is over, after it has said so.
+            await asyncio.wait({verdict}, timeout=self._settings.fence_s)
+            if verdict.done():
+                verdict.result()
+            raise
+        await verdict
+
+    async def renew(self, lease: LeaseId) -> float:
+        return await self._caller.renew(lease)
+
+    def leave(self, lease: LeaseId) -> None:
+        self._caller.leave(lease)
+
+    async def close(self) -> None:
+        await self._caller.close()
