@@ -1,0 +1,489 @@
+"""The flow of one request through the fleet, top to bottom: the spine.
+
+    admit → choose where the prompt is computed → PrefillJob → first token → choose where it is decoded
+    → DecodeJob(ticket) → tokens → end
+
+One *leg* is one job at one worker. After each leg the next one is chosen by what is known so far: nothing
+yet, a first token and a ticket, or some tokens and no ticket. So a refusal, a lost worker and the ordinary
+hand-off are the same step, and no token is said twice: those that were said go with the next job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from fleet.block_hash import HashKeys, block_hashes, short_names
+from fleet.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    FleetError,
+    Internal,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+    error_named,
+)
+from fleet.handoff import CancelReason, DecodeJob, Ended, KvTicket, Prefilled, PrefillJob, Started, Token
+from fleet.ids import Incarnation, LeaseId, WorkerId
+from fleet.request import FinishReason, Request, TokenLogprobs, Usage
+from fleet.stages import Stage, Timeline
+from router.admission import Admission
+from router.cost import Ask, Choice, choose_decode, choose_prefill
+from router.link import Link, Stream
+from router.prefix_index import PrefixIndex
+from router.record import HandoffRecord, HandoffState, Records
+from router.roster import Pool, Roster
+from router.run import Run, RunEnd, RunToken
+from router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+_STAGES = {stage.value: stage for stage in Stage}
+
+
+class Flow:
+    """Carries requests through the fleet. Implements `router.run.Spine`."""
+
+    def __init__(
+        self, settings: RouterSettings, roster: Roster, index: PrefixIndex, links: Mapping[WorkerId, Link]
+    ) -> None:
+        self.settings = settings
+        self.roster = roster
+        self.index = index
+        self.links = links
+        self.admission = Admission(settings.flow)
+        self.records = Records(settings.flow.records)
+        self.counters: Counter[str] = Counter()
+        """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
+        `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `refusals`, `failovers`."""
+        self._change = asyncio.Event()
+
+    def start(self, request: Request, timeline: Timeline) -> Run:
+        return _Run(self, request, timeline)
+
+    def models(self) -> tuple[str, ...]:
+        return self.roster.models()
+
+    def ready(self) -> str | None:
+        reasons = [self.roster.why_not(model) for model in self.roster.models()]
+        if None in reasons:
+            return None
+        return "; ".join(reason for reason in reasons if reason) or "no worker is known"
+
+    def wake(self) -> None:
+        """Who could serve what has changed: those who wait for a worker look again."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    async def changed(self, until: float) -> None:
+        """Returns after the next `wake`, or at `until`."""
+        change = self._change
+        try:
+            async with asyncio.timeout_at(until):
+                await change.wait()
+        except TimeoutError:
+            pass
+
+
+class _Stopped(Exception):
+    """`Run.stop` was called while the run was being read."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    """One job at one worker."""
+
+    link: Link
+    stream: Stream
+    choice: Choice
+    spoke: bool = False
+    """Whether a token of it was read."""
+
+
+class _Run:
+    """One request on its way. Implements `router.run.Run`."""
+
+    def __init__(self, flow: Flow, request: Request, timeline: Timeline) -> None:
+        self.flow = flow
+        self.request = request
+        self.timeline = timeline
+        self.limits = flow.settings.flow
+        self.loop = asyncio.get_running_loop()
+        self.record = HandoffRecord(request.id, request.model, len(request.prompt), timeline.start)
+        self.tie = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest(), "little")
+        self.due = timeline.start + request.deadline_s
+        self.generated: list[int] = []
+        self.cached_tokens = 0
+        self.leg: _Leg | None = None
+        self.ticket: KvTicket | None = None
+        """Given to a decode worker while it is fresh."""
+        self.ticket_at = 0.0
+        self.held: tuple[Link, LeaseId] | None = None
+        """The lease to release, and where."""
+        self.pool: Pool | None = None
+        """Of the first leg: a request never goes on with other weights."""
+        self.avoid: set[Incarnation] = set()
+        self.lost = 0
+        self.verdict: Exception | None = None
+        """Set from outside the reading: stopped, or overdue."""
+        self.stopped: CancelReason | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.begun = False
+        self.over = False
+        self._names: dict[tuple[str, int], list[int]] = {}
+
+    # -- the way of a request
+
+    async def _events(self) -> AsyncGenerator[RunToken | RunEnd, None]:
+        self._begin()
+        try:
+            if self.stopped is not None:
+                raise _Stopped
+            self.due = self.flow.admission.enter(self.request, self.timeline.start)
+            leg = await self._next_leg()
+            while True:
+                following: _Leg | None = None
+                failed: FleetError | None = None
+                try:
+                    async for said in leg.stream:
+                        match said:
+                            case Started(_, stage):
+                                if stage in _STAGES:
+                                    self.timeline.mark(_STAGES[stage], self.loop.time())
+                            case Token(_, token, logprobs):
+                                yield self._token(leg, token, logprobs)
+                            case Prefilled():
+                                event = self._prefilled(leg, said)
+                                if said.finish is not None:
+                                    yield event
+                                    yield self._finished(said.finish)
+                                    return
+                                # The decode worker is asked before the client is served: a slow client
+                                # must not keep KV waiting.
+                                following = self._try_leg()
+                                yield event
+                                break
+                            case Ended():
+                                yield self._ended(leg, said)
+                                return
+                            case _:
+                                assert_never(said)
+                    else:
+                        raise Internal(f"worker {leg.link.card.id} ended a stream without its last word")
+                except FleetError as error:
+                    if (finish := self._after(leg, error)) is not None:
+                        yield self._finished(finish)
+                        return
+                    failed = error
+                leg = following or await self._next_leg(failed)
+        except _Stopped:
+            self._close(HandoffState.RELEASED, "stopped before it began")
+            yield RunEnd(FinishReason.CANCELLED, self._usage())
+        except FleetError as error:
+            self._close(HandoffState.FAILED, error.message, f"failed_{type(error).__name__}")
+            raise
+        finally:
+            self._close(HandoffState.RELEASED, "the reader went away")
+
+    def __aiter__(self) -> AsyncIterator[RunToken | RunEnd]:
+        return self._events()
+
+    async def stop(self, reason: CancelReason) -> None:
+        if self.over or self.stopped is not None:
+            return
+        self.stopped = reason
+        self._interrupt(_Stopped())
+        if reason is CancelReason.STOP_STRING:
+            self._close(HandoffState.DONE, f"stopped: {reason}", f"finished_{FinishReason.STOP}")
+        else:
+            self._close(HandoffState.RELEASED, f"stopped: {reason}")
+
+    # -- legs
+
+    async def _next_leg(self, after: FleetError | None = None) -> _Leg:
+        """Dispatches the next job, waiting for a worker as long as the settings allow.
+
+        Raises what the client is to be told when there is none: `after`, if the last leg failed.
+        """
+        until = min(self.due, self.loop.time() + self.limits.worker_wait_s)
+        while True:
+            if self.verdict is not None:
+                raise self.verdict
+            if (leg := self._try_leg()) is not None:
+                return leg
+            error = after or self._nobody()
+            if not isinstance(error, Unavailable) or self.loop.time() >= until:
+                raise error
+            await self.flow.changed(until)
+
+    def _try_leg(self) -> _Leg | None:
+        """Chooses by what is known so far and dispatches; None: nobody can take it now."""
+        while (found := self._choose()) is not None:
+            pool, choice, job = found
+            link = self.flow.links.get(choice.worker)
+            try:
+                if link is None or link.card.incarnation != choice.incarnation:
+                    raise WorkerLost(f"worker {choice.worker} is gone")
+                stream = link.dispatch(job)
+            except WorkerLost:
+                self.avoid.add(choice.incarnation)
+                continue
+            now = self.loop.time()
+            self.flow.roster.sent(choice.worker, self.request.id, choice.tokens, choice.blocks)
+            self.flow.index.sent(choice.worker, self._hashes(pool, self._needed()), now)
+            self._note_dispatch(job, choice, now)
+            if not self.generated:
+                self.pool = pool
+            self.leg = _Leg(link, stream, choice)
+            self._arm()
+            return self.leg
+        return None
+
+    def _choose(self) -> tuple[Pool, Choice, PrefillJob | DecodeJob] | None:
+        now = self.loop.time()
+        request = replace(self.request, deadline_s=max(0.0, self.due - now))
+        cost, pools = self.flow.settings.cost, self._pools()
+        if self.ticket is not None:
+            stands = self.ticket_at + self.ticket.lease_s - now
+            fresh = stands > (self.limits.lease_margin_s if self.lost else 0.0)
+            for pool in pools:
+                if fresh and pool.digest == self.ticket.fingerprint:
+                    choice = choose_decode(pool, self._ask(pool, now), cost, ticket=True)
+                    if choice is not None:
+                        return pool, choice, DecodeJob(0, request, tuple(self.generated), self.ticket)
+            self._release()  # Too old, or nobody left can read it.
+        best: tuple[Pool, Choice] | None = None
+        for pool in pools:
+            ask = self._ask(pool, now)
+            choice = (
+                choose_decode(pool, ask, cost, ticket=False)
+                if self.generated
+                else choose_prefill(pool, ask, cost)
+            )
+            if choice is not None and (best is None or choice.seconds < best[1].seconds):
+                best = pool, choice
+        if best is None:
+            return None
+        if self.generated or best[1].local:
+            return *best, DecodeJob(0, request, tuple(self.generated), None)
+        return *best, PrefillJob(0, request)
+
+    def _pools(self) -> tuple[Pool, ...]:
+        pools = self.flow.roster.pools(self.request.model)
+        if self.pool is None or not self.generated:
+            return pools
+        mine = self.pool.fingerprint
+        return tuple(
+            p for p in pools if (p.fingerprint.model, p.fingerprint.tokenizer) == (mine.model, mine.tokenizer)
+        )
+
+    def _ask(self, pool: Pool, now: float) -> Ask:
+        tokens = self._needed()
+        return Ask(
+            tokens=tokens,
+            matched=self.flow.index.match(self._hashes(pool, tokens), now),
+            tie=self.tie,
+            avoid=self.avoid,
+            routers=self.flow.roster.routers,
+        )
+
+    def _needed(self) -> int:
+        """Tokens whose KV the next leg needs."""
+        return len(self.request.prompt) + (0 if self.ticket is not None else len(self.generated))
+
+    def _hashes(self, pool: Pool, tokens: int) -> list[int]:
+        """Index names of the full blocks among the first `tokens` tokens."""
+        blocks = tokens // pool.block_size
+        names = self._names.get((pool.digest, blocks))
+        if names is None:
+            request = self.request
+            keys = HashKeys(pool.digest, pool.block_size, request.adapter, request.salt)
+            known = request.prompt if tokens <= len(request.prompt) else (*request.prompt, *self.generated)
+            names = short_names(block_hashes(known[:tokens], keys))
+            self._names[pool.digest, blocks] = names
+        return names
+
+    def _note_dispatch(self, job: PrefillJob | DecodeJob, choice: Choice, now: float) -> None:
+        if isinstance(job, PrefillJob):
+            state, stage, count = HandoffState.PREFILLING, Stage.PREFILL_SENT, "prefills_remote"
+        elif job.ticket is not None:
+            state, stage, count = HandoffState.PULLING, Stage.DECODE_SENT, "handoffs"
+        else:
+            state, stage, count = HandoffState.PREFILLING, Stage.PREFILL_SENT, "prefills_local"
+        self.record.move(state, now, choice.why, choice.worker)
+        self.timeline.mark(stage, now)
+        self.flow.counters[count] += 1
+        log.debug("request %s: %s at %s: %s", self.request.id, state, choice.worker, choice.why)
+
+    def _nobody(self) -> FleetError:
+        """Why no worker can take the request now."""
+        roster, model, length = self.flow.roster, self.request.model, len(self.request.prompt)
+        why = roster.why_not(model)
+        if why is not None:
+            unknown = roster.models() and model not in roster.models()
+            return NotFound(f"the model {model} does not exist here") if unknown else Unavailable(why)
+        limit = max(pool.max_tokens for pool in roster.pools(model))
+        if length >= limit:
+            return BadRequest(
+                f"the prompt has {length} tokens; {model} takes at most {limit - 1}, and one for the answer",
+                code="context_length_exceeded",
+            )
+        return Unavailable(f"no worker of {model} that is left could go on with this request")
+
+    # -- what a leg says
+
+    def _token(self, leg: _Leg, token: int, logprobs: TokenLogprobs | None) -> RunToken:
+        self.generated.append(token)
+        if len(self.generated) <= 2:
+            stage = Stage.FIRST_TOKEN if len(self.generated) == 1 else Stage.SECOND_TOKEN
+            self.timeline.mark(stage, self.loop.time())
+        if not leg.spoke:
+            leg.spoke = True
+            self._arm()  # From now on the limit is that between tokens.
+        if self.ticket is not None:
+            self._release()  # The decode worker goes on: the KV is there.
+        return RunToken(token, logprobs)
+
+    def _prefilled(self, leg: _Leg, said: Prefilled) -> RunToken:
+        now = self.loop.time()
+        self.cached_tokens = said.cached_tokens
+        self.ticket, self.ticket_at = said.ticket, now
+        if said.ticket is not None:
+            self.held = (leg.link, said.ticket.lease)
+            why = f"lease {said.ticket.lease} of incarnation {said.ticket.incarnation}"
+        else:
+            why = "no KV is kept"
+        if said.finish is None:
+            self.record.move(HandoffState.READY, now, why, leg.choice.worker)
+        self._drop_leg(CancelReason.MOVED)
+        self.generated.append(said.token)
+        self.timeline.mark(Stage.FIRST_TOKEN, now)
+        return RunToken(said.token, said.logprobs)
+
+    def _ended(self, leg: _Leg, said: Ended) -> RunEnd:
+        """Raises when it is no good end."""
+        match said.finish:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                if leg.choice.local and said.usage is not None:
+                    self.cached_tokens = said.usage.cached_tokens
+                return self._finished(said.finish)
+            case FinishReason.FAILED:
+                raise error_named(said.error, said.message)
+            case FinishReason.CANCELLED:
+                raise WorkerLost(f"worker {leg.link.card.id} gave the request up")
+
+    def _after(self, leg: _Leg, error: FleetError) -> FinishReason | None:
+        """Settles a failed leg. None: to be tried elsewhere. Raises what cannot be."""
+        self._drop_leg(CancelReason.MOVED)
+        if self.verdict is not None:
+            raise self.verdict
+        if not error.retryable:
+            raise error
+        self.avoid.add(leg.choice.incarnation)
+        if isinstance(error, Overloaded):
+            self.flow.counters["refusals"] += 1
+        elif (finish := self._complete()) is not None:
+            return finish
+        else:
+            self.lost += 1
+            self.flow.counters["failovers"] += 1
+            log.warning("request %s: %s", self.request.id, error.message)
+            if self.lost > self.limits.max_failovers:
+                raise error
+        state = HandoffState.RESERVED if self.ticket is None else HandoffState.READY
+        self.record.move(state, self.loop.time(), error.message, leg.choice.worker)
+        return None
+
+    def _complete(self) -> FinishReason | None:
+        """Whether all tokens were said, so that only the end was lost."""
+        sampling = self.request.sampling
+        if not self.generated:
+            return None
+        if self.generated[-1] in sampling.stop_token_ids and len(self.generated) >= sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
+
+    # -- beginning, limits, end
+
+    def _begin(self) -> None:
+        self.begun = True
+        self.flow.counters["requests"] += 1
+        self.flow.records.open(self.record)
+        self.record.move(HandoffState.RESERVED, self.loop.time(), "taken on")
+        self._arm()
+
+    def _arm(self) -> None:
+        """Sets the timer to the next limit: the deadline, or the silence of the worker asked."""
+        due = self.due
+        if self.leg is not None and not self.leg.stream.over:
+            due = min(due, self.leg.stream.heard_at + self._patience(self.leg))
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.loop.call_at(due, self._look)
+
+    def _patience(self, leg: _Leg) -> float:
+        return self.limits.token_timeout_s if leg.stream.spoke else self.limits.first_token_timeout_s
+
+    def _look(self) -> None:
+        now, leg = self.loop.time(), self.leg
+        if now >= self.due:
+            error = DeadlineExceeded(f"not done within the {self.request.deadline_s:g} s the request had")
+            self._interrupt(error)
+            self._close(HandoffState.FAILED, error.message, f"failed_{type(error).__name__}")
+            return
+        if leg is not None and not leg.stream.over:
+            silent = now - leg.stream.heard_at
+            if silent >= self._patience(leg):
+                leg.stream.fail(WorkerLost(f"worker {leg.link.card.id} said nothing for {silent:.1f} s"))
+                self._drop_leg(CancelReason.MOVED)
+        self._arm()
+
+    def _interrupt(self, verdict: Exception) -> None:
+        self.verdict = verdict
+        if self.leg is not None:
+            self.leg.stream.interrupt(verdict)
+        self.flow.wake()
+
+    def _finished(self, finish: FinishReason) -> RunEnd:
+        self._close(HandoffState.DONE, f"finished: {finish}", f"finished_{finish}")
+        return RunEnd(finish, self._usage())
+
+    def _usage(self) -> Usage:
+        return Usage(len(self.request.prompt), len(self.generated), self.cached_tokens)
+
+    def _drop_leg(self, reason: CancelReason) -> None:
+        if self.leg is not None:
+            self.leg.link.drop(self.leg.stream, reason)
+            self.flow.roster.settle(self.leg.choice.worker, self.request.id)
+            self.leg = None
+
+    def _release(self) -> None:
+        self.ticket = None
+        if self.held is not None:
+            link, lease = self.held
+            self.held = None
+            link.release(lease)
+
+    def _close(self, state: HandoffState, why: str, count: str = "cancelled") -> None:
+        """The one end of it, on every side: worker, lease, admission, record. Later calls do nothing."""
+        if self.over or not self.begun:
+            return
+        self.over = True
+        now = self.loop.time()
+        overdue = isinstance(self.verdict, DeadlineExceeded)
+        self._drop_leg(self.stopped or (CancelReason.DEADLINE if overdue else CancelReason.CLIENT))
+        self._release()
+        if self.timer is not None:
+            self.timer.cancel()
+        self.flow.admission.leave(self.request.id)
+        self.timeline.mark(Stage.ENDED, now)
+        self.record.move(state, now, why)
+        self.flow.records.close(self.record)
+        self.flow.counters[count] += 1

@@ -1,0 +1,114 @@
+"""The hand-off record: where one request's KV is and was, and why it moved. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from fleet.ids import RequestId, WorkerId
+
+
+class HandoffState(StrEnum):
+    RESERVED = "reserved"
+    """Taken on; no worker computes it yet, or none any more."""
+    PREFILLING = "prefilling"
+    """A worker computes the prompt."""
+    READY = "ready"
+    """The prompt's KV waits under a lease."""
+    PULLING = "pulling"
+    """A decode worker has the ticket: it brings the KV, then goes on with the answer."""
+    DONE = "done"
+    FAILED = "failed"
+    RELEASED = "released"
+    """Given up on the client's wish."""
+
+
+_ENDS = frozenset({HandoffState.DONE, HandoffState.FAILED, HandoffState.RELEASED})
+_NEXT: dict[HandoffState, frozenset[HandoffState]] = {
+    HandoffState.RESERVED: _ENDS | {HandoffState.PREFILLING},
+    HandoffState.PREFILLING: _ENDS | {HandoffState.RESERVED, HandoffState.READY},
+    HandoffState.READY: _ENDS | {HandoffState.RESERVED, HandoffState.PULLING},
+    HandoffState.PULLING: _ENDS | {HandoffState.RESERVED, HandoffState.READY},
+    HandoffState.DONE: frozenset(),
+    HandoffState.FAILED: frozenset(),
+    HandoffState.RELEASED: frozenset(),
+}
+"""Back to READY: the decode worker was lost, the lease stands. Back to RESERVED: all is to be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    state: HandoffState
+    at: float
+    """Seconds since the request was accepted."""
+    why: str
+    worker: WorkerId | None = None
+
+
+@dataclass(slots=True)
+class HandoffRecord:
+    request: RequestId
+    model: str
+    prompt_tokens: int
+    accepted: float
+    """On the router's clock."""
+    transitions: list[Transition] = field(default_factory=list)
+
+    @property
+    def state(self) -> HandoffState:
+        return self.transitions[-1].state if self.transitions else HandoffState.RESERVED
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDS
+
+    def move(self, state: HandoffState, now: float, why: str, worker: WorkerId | None = None) -> None:
+        """ValueError names a step that is not allowed: a record ends once."""
+        if self.transitions and state not in _NEXT[self.state]:
+            raise ValueError(f"request {self.request} cannot go from {self.state} to {state} ({why})")
+        self.transitions.append(Transition(state, now - self.accepted, why, worker))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "request": self.request,
+            "model": self.model,
+            "prompt_tokens": self.prompt_tokens,
+            "state": self.state.value,
+            "transitions": [
+                {"state": step.state.value, "at_s": round(step.at, 6), "why": step.why, "worker": step.worker}
+                for step in self.transitions
+            ],
+        }
+
+
+class Records:
+    """The last records, by request; bounded: the oldest ended ones go first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._running: dict[RequestId, HandoffRecord] = {}
+        self._ended: OrderedDict[RequestId, HandoffRecord] = OrderedDict()
+
+    def open(self, record: HandoffRecord) -> None:
+        self._running[record.request] = record
+
+    def close(self, record: HandoffRecord) -> None:
+        if self._running.pop(record.request, None) is None:
+            return
+        self._ended[record.request] = record
+        while len(self._ended) > self._limit:
+            self._ended.popitem(last=False)
+
+    def get(self, request: RequestId) -> HandoffRecord | None:
+        return self._running.get(request) or self._ended.get(request)
+
+    @property
+    def running(self) -> tuple[HandoffRecord, ...]:
+        return tuple(self._running.values())
+
+    @property
+    def ended(self) -> tuple[HandoffRecord, ...]:
+        """Oldest first."""
+        return tuple(self._ended.values())

@@ -1,0 +1,334 @@
+"""The roster: which workers could serve what now, and how loaded each is. Pure.
+
+A fold of what the registry shows, what the workers report, how their sessions fare and what this router
+itself sent there. A figure nobody gave is a documented guess (`UnknownSettings`), never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fleet.block_hash import HASH_SPEC
+from fleet.events import LoadReport
+from fleet.ids import Incarnation, RequestId, WorkerId
+from fleet.kv_layout import Fingerprint, KvLayout
+from fleet.member import MemberState, Role, WorkerCard
+from router.settings import UnknownSettings
+
+
+class LinkState(StrEnum):
+    """How this router's session with a worker fares."""
+
+    OPENING = "opening"
+    """Never opened yet."""
+    UP = "up"
+    LOST = "lost"
+    """Broken, or could not be opened; being tried again."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """One request of this router at a worker."""
+
+    tokens: int
+    blocks: int
+    counted: bool = False
+    """The worker's report includes it, or would if it were there."""
+    missed: bool = False
+
+
+@dataclass(slots=True)
+class Standing:
+    """One worker as this router knows it; the figures are those a choice reads, kept current."""
+
+    card: WorkerCard
+    listed: bool = True
+    """Whether the registry shows it; one that vanished in a crowd is kept while its session lives."""
+    link: LinkState = LinkState.OPENING
+    report: LoadReport | None = None
+    """The last one, while it is young enough to count."""
+    reported_at: float = 0.0
+    sent: dict[RequestId, _Sent] = field(default_factory=dict)
+    own_tokens: int = 0
+    """Of all in `sent`."""
+    new: int = 0
+    """How many in `sent` the report does not count."""
+    new_tokens: int = 0
+    new_blocks: int = 0
+    settled: int = 0
+    """Requests counted in the last report and ended since."""
+    settled_tokens: int = 0
+    queued_tokens: float = 0.0
+    sequences: float = 0.0
+    waiting: float = 0.0
+    blocks_free: float = 0.0
+    prefill_tokens_s: float = 1.0
+    decode_step_s: float = 1.0
+    decode_batch: float = 1.0
+    pull_bytes_s: float = 1.0
+
+    @property
+    def id(self) -> WorkerId:
+        return self.card.id
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request could be sent there now."""
+        return (
+            self.link is LinkState.UP
+            and self.card.state is MemberState.READY
+            and (self.report is None or self.report.state == MemberState.READY)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Usable workers of one model whose KV means the same to each other: only they are ever paired."""
+
+    fingerprint: Fingerprint
+    digest: str
+    block_size: int
+    block_bytes: int
+    prefill: tuple[Standing, ...]
+    decode: tuple[Standing, ...]
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence that any decode worker here can hold."""
+        return max((worker.card.max_tokens for worker in self.decode), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a view or a lost session changed in the roster."""
+
+    joined: tuple[WorkerCard, ...] = ()
+    left: tuple[WorkerCard, ...] = ()
+    """Gone, at once and wholly; a new incarnation is one left and one joined."""
+    doubted: tuple[WorkerId, ...] = ()
+    """Vanished in a crowd: kept while their sessions live."""
+
+
+class Roster:
+    def __init__(self, unknown: UnknownSettings, *, mass_share: float = 0.5) -> None:
+        self._unknown = unknown
+        self._mass_share = mass_share
+        self._workers: dict[WorkerId, Standing] = {}
+        self._pools: dict[str, tuple[Pool, ...]] = {}
+        self.refused: dict[WorkerId, str] = {}
+        """Listed workers that are never used, and why."""
+        self.routers = 1
+        """Routers in the fleet, this one included."""
+
+    # -- what is known
+
+    def get(self, worker: WorkerId) -> Standing | None:
+        return self._workers.get(worker)
+
+    def workers(self) -> tuple[Standing, ...]:
+        return tuple(self._workers.values())
+
+    def models(self) -> tuple[str, ...]:
+        """Names that known workers serve, whether one of them is usable now or not."""
+        return tuple(sorted({worker.card.model for worker in self._workers.values()}))
+
+    def pools(self, model: str) -> tuple[Pool, ...]:
+        """One for each fingerprint with a usable decode worker; those with prefill workers first."""
+        pools = self._pools.get(model)
+        if pools is None:
+            pools = self._pools[model] = self._make_pools(model)
+        return pools
+
+    def why_not(self, model: str) -> str | None:
+        """None if `model` could be served now, end to end; else what is missing."""
+        if self.pools(model):
+            return None
+        known = [worker for worker in self._workers.values() if worker.card.model == model]
+        if not known:
+            return f"no worker serves {model}" + "".join(f"; {w}: {why}" for w, why in self.refused.items())
+        usable = [worker for worker in known if worker.usable]
+        if usable:
+            return f"{model} has {len(usable)} prefill workers and no decode worker that is ready"
+        states = ", ".join(
+            f"{worker.id} is {worker.card.state} with its session {worker.link}" for worker in known[:4]
+        )
+        return f"no worker of {model} is ready: {states}"
+
+    # -- what happens
+
+    def apply_view(
+        self, cards: Mapping[WorkerId, WorkerCard], *, live: bool = True, refused: Mapping[WorkerId, str] = {}
+    ) -> Change:
+        """The registry's whole picture. Not `live`: the last one known, in which absence means nothing.
+
+        `refused` are listed workers whose card could not be read, and why.
+        """
+        self.refused = dict(refused)
+        joined: list[WorkerCard] = []
+        left: list[WorkerCard] = []
+        for id, card in cards.items():
+            if card.fingerprint.hash_spec != HASH_SPEC:
+                self.refused[id] = f"hash_spec: {card.fingerprint.hash_spec} != {HASH_SPEC}"
+                continue
+            old = self._workers.get(id)
+            if old is not None and old.card.incarnation == card.incarnation:
+                old.card, old.listed = card, True
+                continue
+            if old is not None:
+                left.append(old.card)
+            self._workers[id] = Standing(card)
+            self._refresh(self._workers[id])
+            joined.append(card)
+        doubted = self._absent(cards, left) if live else ()
+        self._pools.clear()
+        return Change(tuple(joined), tuple(left), doubted)
+
+    def _absent(self, cards: Mapping[WorkerId, WorkerCard], left: list[WorkerCard]) -> tuple[WorkerId, ...]:
+        """Drops the workers that are not listed any more, unless so many went at once that it is the
+        registry that is to be doubted (emptied, or all leases revoked by a stalled leader)."""
+        gone = [w for w in self._workers.values() if w.id not in cards or w.id in self.refused]
+        vanished = [w for w in gone if w.listed and w.id not in self.refused]
+        before = sum(w.listed for w in self._workers.values())
+        suspect = len(vanished) > self._mass_share * before
+        doubted: list[WorkerId] = []
+        for worker in gone:
+            alive = worker.link is LinkState.UP and worker.card.state is MemberState.READY
+            if worker.id not in self.refused and alive and (suspect or not worker.listed):
+                if worker.listed:
+                    doubted.append(worker.id)
+                worker.listed = False
+                continue
+            del self._workers[worker.id]
+            left.append(worker.card)
+        return tuple(doubted)
+
+    def apply_link(self, worker: WorkerId, incarnation: Incarnation, state: LinkState) -> Change:
+        """A worker that is no longer listed goes with its session."""
+        standing = self._workers.get(worker)
+        if standing is None or standing.card.incarnation != incarnation:
+            return Change()
+        standing.link = state
+        self._pools.clear()
+        if state is LinkState.LOST and not standing.listed:
+            del self._workers[worker]
+            return Change(left=(standing.card,))
+        return Change()
+
+    def apply_load(self, report: LoadReport, now: float) -> bool:
+        """False if it is not of a worker known here, or of another life of it."""
+        standing = self._workers.get(report.worker)
+        if standing is None or standing.card.incarnation != report.incarnation:
+            return False
+        if standing.report is None or standing.report.state != report.state:
+            self._pools.clear()
+        standing.report, standing.reported_at = report, now
+        standing.settled = standing.settled_tokens = 0
+        standing.new = standing.new_tokens = standing.new_blocks = 0
+        listed = frozenset(report.streams)
+        for request, sent in standing.sent.items():
+            # A report may have been written before the dispatch arrived: absence counts the second time.
+            sent.counted = sent.counted or request in listed or sent.missed
+            sent.missed = request not in listed
+            if not sent.counted:
+                standing.new += 1
+                standing.new_tokens += sent.tokens
+                standing.new_blocks += sent.blocks
+        self._refresh(standing)
+        return True
+
+    def expire(self, now: float, max_age_s: float) -> tuple[WorkerId, ...]:
+        """Workers whose last report is too old: from now on their load is unknown."""
+        stale = [
+            worker
+            for worker in self._workers.values()
+            if worker.report is not None and now - worker.reported_at > max_age_s
+        ]
+        for worker in stale:
+            worker.report = None
+            self._refresh(worker)
+            self._pools.clear()
+        return tuple(worker.id for worker in stale)
+
+    def sent(self, worker: WorkerId, request: RequestId, tokens: int, blocks: int) -> None:
+        """This router dispatched a request there: `tokens` to compute, `blocks` to hold. Counts at once."""
+        standing = self._workers.get(worker)
+        if standing is None:
+            return
+        self.settle(worker, request)
+        standing.sent[request] = _Sent(tokens, blocks)
+        standing.own_tokens += tokens
+        standing.new += 1
+        standing.new_tokens += tokens
+        standing.new_blocks += blocks
+        self._refresh(standing)
+
+    def settle(self, worker: WorkerId, request: RequestId) -> None:
+        """That dispatch is over, however it ended; idempotent."""
+        standing = self._workers.get(worker)
+        sent = standing.sent.pop(request, None) if standing is not None else None
+        if standing is None or sent is None:
+            return
+        standing.own_tokens -= sent.tokens
+        if not sent.counted:
+            standing.new -= 1
+            standing.new_tokens -= sent.tokens
+            standing.new_blocks -= sent.blocks
+        elif not sent.missed:
+            standing.settled += 1
+            standing.settled_tokens += sent.tokens
+        self._refresh(standing)
+
+    # -- how
+
+    def _refresh(self, worker: Standing) -> None:
+        """The figures a choice reads: the worker's own, corrected by what was sent and ended since."""
+        unknown, report = self._unknown, worker.report
+        if report is None:
+            worker.queued_tokens = unknown.queued_tokens + worker.own_tokens
+            worker.sequences = unknown.sequences + len(worker.sent)
+            worker.waiting = len(worker.sent)
+            worker.blocks_free = worker.card.blocks / 2
+            worker.prefill_tokens_s = unknown.prefill_tokens_s
+            worker.decode_step_s = unknown.decode_step_s
+            worker.decode_batch = 1.0
+            worker.pull_bytes_s = unknown.pull_bytes_s
+            return
+        worker.queued_tokens = max(0, report.queued_tokens - worker.settled_tokens) + worker.new_tokens
+        worker.sequences = max(0, report.running + report.waiting - worker.settled) + worker.new
+        worker.waiting = report.waiting + worker.new
+        worker.blocks_free = max(0, report.blocks_free - worker.new_blocks)
+        worker.prefill_tokens_s = report.prefill_tokens_s or unknown.prefill_tokens_s
+        worker.decode_step_s = report.decode_step_s or unknown.decode_step_s
+        worker.decode_batch = report.decode_batch or 1.0
+        worker.pull_bytes_s = report.pull_bytes_s or unknown.pull_bytes_s
+
+    def _make_pools(self, model: str) -> tuple[Pool, ...]:
+        groups: dict[Fingerprint, list[Standing]] = {}
+        for worker in self._workers.values():
+            if worker.card.model == model and worker.usable:
+                groups.setdefault(worker.card.fingerprint, []).append(worker)
+        pools = [_pool(fingerprint, workers) for fingerprint, workers in groups.items()]
+        return tuple(sorted((pool for pool in pools if pool.decode), key=lambda pool: not pool.prefill))
+
+
+def _pool(fingerprint: Fingerprint, workers: Iterable[Standing]) -> Pool:
+    layout = KvLayout(
+        layers=fingerprint.layers,
+        kv_heads=fingerprint.kv_heads,
+        head_dim=fingerprint.head_dim,
+        block_size=fingerprint.block_size,
+        dtype=fingerprint.dtype,
+    )
+    by_role: dict[Role, list[Standing]] = {role: [] for role in Role}
+    for worker in workers:
+        by_role[worker.card.role].append(worker)
+    return Pool(
+        fingerprint=fingerprint,
+        digest=fingerprint.digest(),
+        block_size=fingerprint.block_size,
+        block_bytes=layout.block_bytes,
+        prefill=tuple(by_role[Role.PREFILL]),
+        decode=tuple(by_role[Role.DECODE]),
+    )

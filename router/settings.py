@@ -1,0 +1,145 @@
+"""Settings of the router's own part: what a choice weighs, how long each phase may last, how much is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+
+def _positive(settings: object, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) <= 0:
+            raise ValueError(f"{name} must be above 0, not {getattr(settings, name)}")
+
+
+def _not_negative(settings: object) -> None:
+    for item in fields(settings):  # type: ignore[arg-type]  # every caller is a dataclass
+        if getattr(settings, item.name) < 0:
+            raise ValueError(f"{item.name} must not be negative, not {getattr(settings, item.name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownSettings:
+    """What is supposed of a worker that has not said it; each a plain guess, none of them zero."""
+
+    queued_tokens: int = 1024
+    """Prompt tokens queued at a worker whose load is unknown: it is taken when the others are busy."""
+    sequences: int = 4
+    """Sequences at a worker whose load is unknown."""
+    prefill_tokens_s: float = 2000.0
+    """Prompt tokens a second, until a worker has measured its own."""
+    decode_step_s: float = 0.03
+    """Seconds of a decode step, until a worker has measured its own."""
+    pull_bytes_s: float = 1e9
+    """Bytes a second of KV transfer, until a worker has measured its own."""
+
+    def __post_init__(self) -> None:
+        _positive(self, *(item.name for item in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class CostSettings:
+    """Weights of a choice. All costs are expected seconds, so the weights are few."""
+
+    handoff_s: float = 0.003
+    """Seconds that a hand-off adds besides the bytes: one more dispatch, a reservation, a pull's set-up."""
+    local_prefill_tokens: int = 32
+    """Uncached prompt tokens up to which a decode worker may compute a prompt itself; 0: only when no
+    prefill worker can, or when those are much slower."""
+    local_advantage: float = 2.0
+    """How many times sooner a decode worker must be done with a longer prompt for it to stay there."""
+    disturbance: float = 0.1
+    """Share of a local prompt's computing time by which each sequence decoding there is held up."""
+    crowding: float = 0.02
+    """How much longer a decode step becomes for each sequence more than in the measured ones."""
+    horizon_tokens: int = 32
+    """Tokens of the answer over which decode workers are compared: more weighs speed, fewer the start."""
+    memory_s: float = 1.0
+    """Seconds that a sequence without any free block is expected to wait; in proportion for a part."""
+    tie_s: float = 0.002
+    """Choices closer than this are equal, and spread."""
+    tie_share: float = 0.1
+    """So are those closer than this share of the request's own work: measured speeds of equals differ."""
+    herd_share: float = 0.25
+    """For each other router, the share of a request like this one that it may have sent unseen: the
+    more routers there are, the further apart choices may lie and still be spread."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSettings:
+    """How much the router remembers of which worker caches what."""
+
+    max_blocks: int = 2_000_000
+    """Blocks in the index, about 150 bytes each; beyond, the oldest are forgotten and counted."""
+    max_hints: int = 200_000
+    """Blocks remembered as sent to workers whose own table is not known."""
+    hint_s: float = 300.0
+    """Seconds for which such a block is believed to be there, at least; twice that at most."""
+    max_tail: int = 4096
+    """Event messages kept for one worker while its snapshot is under way."""
+
+    def __post_init__(self) -> None:
+        _positive(self, *(item.name for item in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSettings:
+    """How long each phase of a request may last, and how often it is tried again."""
+
+    max_requests: int = 4096
+    """Requests in this router at once; more are refused with 429."""
+    retry_after_s: float = 1.0
+    """What a refused client is told to wait, seconds."""
+    worker_wait_s: float = 0.0
+    """Seconds for which a request waits for a worker when there is none; 0 fails at once with 503."""
+    first_token_timeout_s: float = 120.0
+    """Seconds from a dispatch to its first token; beyond, the worker is lost for this request."""
+    token_timeout_s: float = 30.0
+    """Seconds between two tokens; beyond, the worker is lost for this request."""
+    max_failovers: int = 3
+    """Workers that one request may lose before it fails. Refusals do not count."""
+    lease_margin_s: float = 1.0
+    """Seconds that a lease must have left for its KV to be offered to a second decode worker."""
+    records: int = 2048
+    """Hand-off records kept for explaining; the oldest go first."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self)
+        _positive(self, "max_requests", "first_token_timeout_s", "token_timeout_s", "records")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """How the router follows its workers."""
+
+    load_s: float = 2.0
+    """Seconds without a load report after which a worker is asked directly; thrice that: unknown."""
+    snapshot_timeout_s: float = 5.0
+    """Longest a worker may take to answer a question beside the path, seconds."""
+    open_timeout_s: float = 5.0
+    """Longest opening a session may take, seconds."""
+    retry_min_s: float = 0.1
+    """First pause before a session or a snapshot is tried again, seconds; doubled each time."""
+    retry_max_s: float = 5.0
+    """Longest such pause, seconds."""
+    tick_s: float = 0.25
+    """How often ages are looked at, seconds."""
+    mass_share: float = 0.5
+    """Workers that vanish from the registry at once, as a share of all, beyond which the registry is
+    doubted and each is kept while its session lives."""
+
+    def __post_init__(self) -> None:
+        _positive(self, *(item.name for item in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Everything the router core takes; the ingress has its own."""
+
+    unknown: UnknownSettings = field(default_factory=UnknownSettings)
+    cost: CostSettings = field(default_factory=CostSettings)
+    index: IndexSettings = field(default_factory=IndexSettings)
+    flow: FlowSettings = field(default_factory=FlowSettings)
+    watch: WatchSettings = field(default_factory=WatchSettings)

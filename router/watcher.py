@@ -1,0 +1,246 @@
+"""The watcher: registry, bus and sessions → roster and index; and the `Router` that joins it to the flow.
+
+Nothing here is on a request's path, and no worker waits for another: each has its own session task and
+its own snapshot task, all with limits. Without NATS the workers are asked directly; without etcd the last
+known ones are served on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+from fleet.bus import Bus
+from fleet.card_codec import decode_card
+from fleet.errors import FleetError
+from fleet.events import KvEvents, LoadReport, kv_subject, load_subject
+from fleet.ids import RequestId, WorkerId
+from fleet.member import WorkerCard, workers_prefix
+from fleet.registry import Registry, View
+from fleet.wire import Wire
+from fleet.wire.codec import decode_kv_events, decode_load_report
+from router.flow import Flow
+from router.link import Link
+from router.prefix_index import Outcome, PrefixIndex
+from router.roster import Change, LinkState, Roster
+from router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+
+def routers_prefix(fleet: str) -> str:
+    """Below it every router shows itself, under its lease."""
+    return f"/fleet/{fleet}/routers/"
+
+
+class Router:
+    """A router without its ingress: `flow` is what the ingress uses, `run` keeps it informed.
+
+    The same on real plumbing and in virtual time.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, fleet: str, registry: Registry, bus: Bus, wire: Wire
+    ) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.roster = Roster(settings.unknown, mass_share=settings.watch.mass_share)
+        self.index = PrefixIndex(settings.index)
+        self.links: dict[WorkerId, Link] = {}
+        self.flow = Flow(settings, self.roster, self.index, self.links)
+        self.counters: Counter[str] = Counter()
+        """Totals since start: `views`, `kv_messages`, `load_messages`, `bad_messages`, `bus_dropped`,
+        `snapshots`, `snapshots_failed`, `unproven`."""
+        self._registry = registry
+        self._bus = bus
+        self._wire = wire
+        self._tasks: asyncio.TaskGroup | None = None
+        self._sessions: dict[WorkerId, asyncio.Task[None]] = {}
+        self._asking: dict[WorkerId, asyncio.Task[None]] = {}
+        """One question at a time to each worker: its snapshot, or its load."""
+        self._not_before: dict[WorkerId, float] = {}
+        """When a worker that did not answer is asked again."""
+        self._pause: dict[WorkerId, float] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. A defect in any part of it ends the whole, and with it the process."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                # Subscribed before the first look at the registry: no event falls in between.
+                events = await self._bus.subscribe(kv_subject(self.fleet))
+                loads = await self._bus.subscribe(load_subject(self.fleet))
+                tasks.create_task(self._follow_events(events))
+                tasks.create_task(self._follow_loads(loads))
+                tasks.create_task(self._follow_workers())
+                tasks.create_task(self._follow_routers())
+                tasks.create_task(self._tick())
+        finally:
+            self._tasks = None
+
+    def explain(self, request: RequestId) -> dict[str, Any] | None:
+        """The hand-off record of a request; None: not known, or too long ago."""
+        record = self.flow.records.get(request)
+        return record.as_dict() if record is not None else None
+
+    # -- registry
+
+    async def _follow_workers(self) -> None:
+        prefix = workers_prefix(self.fleet)
+        async for view in self._registry.watch(prefix):
+            self.counters["views"] += 1
+            self._apply(self._read(view, prefix))
+
+    def _read(self, view: View, prefix: str) -> Change:
+        cards: dict[WorkerId, WorkerCard] = {}
+        refused: dict[WorkerId, str] = {}
+        for key, value in view.values.items():
+            try:
+                card = decode_card(value, key)
+            except ValueError as error:
+                refused[WorkerId(key.removeprefix(prefix))] = str(error)
+            else:
+                cards[card.id] = card
+        before = self.roster.refused
+        change = self.roster.apply_view(cards, live=view.live, refused=refused)
+        for worker, why in self.roster.refused.items():
+            if before.get(worker) != why:
+                log.error("worker %s is refused: %s", worker, why)
+        return change
+
+    def _apply(self, change: Change) -> None:
+        for card in change.left:
+            log.info("worker %s (%s) is gone", card.id, card.role)
+            self.index.remove_worker(card.id)
+            self.links.pop(card.id, None)
+            self._not_before.pop(card.id, None)
+            self._pause.pop(card.id, None)
+            for tasks in (self._sessions, self._asking):
+                if (task := tasks.pop(card.id, None)) is not None:
+                    task.cancel()
+        if change.doubted:
+            log.warning(
+                "%s vanished from the registry at once; kept while their sessions live", change.doubted
+            )
+        for card in change.joined:
+            log.info("worker %s (%s of %s) at %s", card.id, card.role, card.model, card.address)
+            self.index.add_worker(card.id, card.incarnation)
+            link = self.links[card.id] = Link(card, self._wire, self.settings.watch, self._link_moved)
+            self._sessions[card.id] = self._spawn(link.run())
+        self.flow.wake()
+
+    def _link_moved(self, link: Link, state: LinkState, why: str) -> None:
+        card = link.card
+        if self.links.get(card.id) is not link:
+            return
+        self._apply(self.roster.apply_link(card.id, card.incarnation, state))
+        if state is LinkState.UP:
+            self._not_before.pop(card.id, None)
+            self._ask(card)
+
+    async def _follow_routers(self) -> None:
+        async for view in self._registry.watch(routers_prefix(self.fleet)):
+            if view.live:
+                self.roster.routers = max(1, len(view.values))
+
+    # -- bus
+
+    async def _follow_events(self, subscription: Any) -> None:
+        async for message in subscription:
+            self.counters["kv_messages"] += 1
+            try:
+                events = decode_kv_events(message.data)
+            except ValueError as error:
+                self._bad(message.subject, error)
+                continue
+            self._take_events(events)
+
+    def _take_events(self, events: KvEvents) -> None:
+        if self.index.apply(events) is Outcome.UNPROVEN:
+            self._unproven(events.worker)
+
+    async def _follow_loads(self, subscription: Any) -> None:
+        async for message in subscription:
+            self.counters["load_messages"] += 1
+            try:
+                report = decode_load_report(message.data)
+            except ValueError as error:
+                self._bad(message.subject, error)
+                continue
+            self._take_load(report)
+
+    def _take_load(self, report: LoadReport) -> None:
+        standing = self.roster.get(report.worker)
+        usable = standing is not None and standing.usable
+        if not self.roster.apply_load(report, asyncio.get_running_loop().time()):
+            return
+        if self.index.check(report.worker, report.incarnation, report.kv) is Outcome.UNPROVEN:
+            self._unproven(report.worker)
+        if standing is not None and standing.usable and not usable:
+            self.flow.wake()
+
+    def _bad(self, subject: str, error: ValueError) -> None:
+        self.counters["bad_messages"] += 1
+        log.warning("a message on %s cannot be read: %s", subject, error)
+
+    # -- questions to workers
+
+    def _unproven(self, worker: WorkerId) -> None:
+        self.counters["unproven"] += 1
+        log.info("index of %s is unproven: %s", worker, self.index.unproven().get(worker))
+        if (standing := self.roster.get(worker)) is not None:
+            self._ask(standing.card)
+
+    def _ask(self, card: WorkerCard) -> None:
+        """Asks what is not known of a worker, unless it is being asked or its session is down."""
+        now = asyncio.get_running_loop().time()
+        standing = self.roster.get(card.id)
+        if (
+            standing is None
+            or standing.link is not LinkState.UP
+            or card.id in self._asking
+            or now < self._not_before.get(card.id, now)
+        ):
+            return
+        silent = standing.report is None or now - standing.reported_at > self.settings.watch.load_s
+        if silent or card.id in self.index.unproven():
+            self._asking[card.id] = self._spawn(self._question(card, silent))
+
+    async def _question(self, card: WorkerCard, load: bool) -> None:
+        settings, loop = self.settings.watch, asyncio.get_running_loop()
+        try:
+            if load:
+                self._take_load(await self._wire.status(card.address, settings.snapshot_timeout_s))
+            if card.id in self.index.unproven():
+                snapshot = await self._wire.snapshot(card.address, settings.snapshot_timeout_s)
+                self.counters["snapshots"] += 1
+                self.index.load_snapshot(snapshot)
+        except FleetError as error:
+            self.counters["snapshots_failed"] += 1
+            pause = self._pause.get(card.id, settings.retry_min_s)
+            self._pause[card.id] = min(2 * pause, settings.retry_max_s)
+            self._not_before[card.id] = loop.time() + pause
+            log.warning("worker %s does not answer, asked again in %.1f s: %s", card.id, pause, error.message)
+        else:
+            self._pause.pop(card.id, None)
+        finally:
+            if self._asking.get(card.id) is asyncio.current_task():
+                del self._asking[card.id]
+
+    async def _tick(self) -> None:
+        settings, loop = self.settings.watch, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(settings.tick_s)
+            for worker in self.roster.expire(loop.time(), 3 * settings.load_s):
+                log.warning("load of %s is unknown", worker)
+                # Its events come the same way: what they told is not to be trusted either.
+                self.index.doubt(worker, "no load reports")
+            for standing in self.roster.workers():
+                self._ask(standing.card)
+            self.index.tidy(loop.time())
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        assert self._tasks is not None, "the router does not run"
+        return self._tasks.create_task(work)
