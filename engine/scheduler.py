@@ -313,26 +313,41 @@ class Scheduler:
 
     # Blocks for the waiting.
 
-    def _reserve(self) -> list[Sequence]:
-        """Grants reservations in turn, and returns the prompts that may be admitted: nobody gets blocks
-        before a reservation that is earlier in turn and cannot have them yet."""
-        prompts: list[Sequence] = []
+    def _reserve(self) -> list[tuple[Sequence, int]]:
+        """Grants reservations in turn, and returns the prompts that may be admitted, with the tokens each
+        has left to compute: the longest beginning of the queue for which there is room altogether, so that
+        in whatever order they are admitted, nobody takes what an earlier one needs."""
+        prompts: list[tuple[Sequence, int]] = []
+        if not self._waiting:
+            return prompts
+        growing = sum(not s.hold for s in self._running.values())
+        room, slots = self.pool.available, len(self._slots)
         for sequence in list(islice(self._waiting, policy.LOOK_AHEAD)):
+            total, hits = self._wanted(sequence)
+            room -= total - hits
+            slots -= 1
+            if slots < 0 or room < policy.spare_blocks(growing, sequence.preemptions):
+                break
+            growing += not sequence.hold
             if not sequence.fill:
-                prompts.append(sequence)
+                prompts.append((sequence, len(sequence.tokens) - hits * self._block_size))
             elif not self._admit(sequence):
                 break
         return prompts
+
+    def _wanted(self, sequence: Sequence) -> tuple[int, int]:
+        """Blocks for all known tokens of a waiting sequence, and how many of them are in the cache."""
+        known = len(sequence.tokens)
+        # At least the last token is computed, because its logits are needed.
+        hits = self.pool.lookup(sequence.names, (known - 1) // self._block_size)
+        return self._blocks_for(known - 1 if sequence.fill else known), hits
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a slot and blocks for all its known tokens, those found in the cache
         included; False, changing nothing, when it has to wait."""
         if not self._slots:
             return False
-        known = len(sequence.tokens)
-        total = self._blocks_for(known - 1 if sequence.fill else known)
-        # At least the last token is computed, because its logits are needed.
-        hits = self.pool.lookup(sequence.names, (known - 1) // self._block_size)
+        total, hits = self._wanted(sequence)
         growing = sum(not s.hold for s in self._running.values())
         wanted = total - hits + policy.spare_blocks(growing, sequence.preemptions)
         if self.pool.available < wanted:
@@ -353,7 +368,9 @@ class Scheduler:
         if sequence.fill:
             sequence.state = State.FILLING
             self._filling[sequence.id] = sequence
-            self._reservations.append(Reservation(sequence.id, sequence.table, hits, known - 1))
+            self._reservations.append(
+                Reservation(sequence.id, sequence.table, hits, len(sequence.tokens) - 1)
+            )
         else:
             sequence.state = State.RUNNING
             self._running[sequence.id] = sequence
@@ -363,13 +380,9 @@ class Scheduler:
 
     def _fill_with_prompts(self, flight: list[tuple[Sequence, Chunk]], budget: int) -> None:
         """Shares what the decodes left between running prompts and, if they can be admitted, waiting ones."""
-        waiting = [] if self._stalled else self._reserve()
-        size = self._block_size
         prompts = [(s, s.pending) for s in self._running.values() if s.pending > 1]
-        prompts += [
-            (s, len(s.tokens) - self.pool.lookup(s.names, (len(s.tokens) - 1) // size) * size)
-            for s in waiting
-        ]
+        if not self._stalled:
+            prompts += self._reserve()
         if not prompts:
             return
         order = policy.prompt_order(prompts, budget, self._settings.short_prompt_share)

@@ -1,0 +1,743 @@
+"""The scheduler, step by step, with a runner that draws what it is told: order, fairness, blocks, ends."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine import policy
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+from engine.words import Batch, BatchResult, Finished, Held, NewSequence, Reservation, StepReport
+from fleet.block_hash import HashKeys
+from fleet.errors import BadRequest, Internal, Overloaded, Unavailable
+from fleet.request import FinishReason, Sampling
+
+SIZE = 4
+KEYS = HashKeys(model="m", block_size=SIZE)
+
+
+def new(
+    id: str,
+    prompt: int | tuple[int, ...],
+    max_tokens: int = 4,
+    *,
+    generated: tuple[int, ...] = (),
+    priority: int = 0,
+    hold: bool = False,
+    fill: bool = False,
+    keys: HashKeys = KEYS,
+    stop: tuple[int, ...] = (),
+    min_tokens: int = 0,
+) -> NewSequence:
+    """A prompt given as a length is one that nothing shares a beginning with."""
+    if isinstance(prompt, int):
+        prompt = tuple(1000 + (sum(map(ord, id)) * 7919 + i) % 100_003 for i in range(prompt))
+    sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=stop)
+    return NewSequence(id, prompt, sampling, keys, generated, priority, hold, fill)
+
+
+@dataclass
+class Steps:
+    """Drives a scheduler and keeps what it said."""
+
+    scheduler: Scheduler
+    token: int = 7
+    drawn: dict[str, int] = field(default_factory=dict)
+    started: list[str] = field(default_factory=list)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    steps: int = 0
+    last: dict[str, int] = field(default_factory=dict)
+    """Step of each sequence's newest token."""
+
+    def take(self, report: StepReport) -> None:
+        self.started += report.started
+        for drawn in report.drawn:
+            self.drawn[drawn.id] = self.drawn.get(drawn.id, 0) + 1
+            self.last[drawn.id] = self.steps
+        for end in report.finished:
+            assert end.id not in self.finished, "ended twice"
+            self.finished[end.id] = end
+        self.held.update({held.id: held for held in report.held})
+        self.reservations.update({r.id: r for r in self.scheduler.take_reservations()})
+
+    def plan(self) -> Plan:
+        plan = self.scheduler.plan()
+        self.scheduler.validate()
+        self.take(plan.report)
+        return plan
+
+    def answer(self, batch: Batch) -> None:
+        tokens = tuple(self.token if chunk.draw else None for chunk in batch.chunks)
+        self.take(self.scheduler.apply(BatchResult(tokens)))
+        self.scheduler.validate()
+
+    def step(self) -> Plan:
+        plan = self.plan()
+        if plan.batch.chunks:
+            self.steps += 1
+            self.answer(plan.batch)
+        return plan
+
+    def until_idle(self, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                break
+            assert self.step().batch.chunks or not self.scheduler.has_work, "work, but nothing was scheduled"
+        self.plan()
+        self.scheduler.validate(idle=True)
+
+
+def make(blocks: int = 64, *, max_tokens: int = 1 << 20, **overrides: object) -> Steps:
+    values = {"max_batch": 8, "max_step_tokens": 32, **overrides}
+    return Steps(
+        Scheduler(
+            blocks=blocks,
+            block_size=SIZE,
+            max_tokens=max_tokens,
+            settings=EngineSettings(**values),  # type: ignore[arg-type]
+        )
+    )
+
+
+def lengths(plan: Plan) -> list[int]:
+    return [len(chunk.tokens) for chunk in plan.batch.chunks]
+
+
+# The shape of a step.
+
+
+def test_a_prompt_is_computed_in_chunks_under_the_budget_and_then_decodes() -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 70, 3))
+    plans = [steps.step() for _ in range(5)]
+    assert [lengths(plan) for plan in plans] == [[32], [32], [6], [1], [1]]
+    assert [chunk.draw for plan in plans for chunk in plan.batch.chunks] == [False, False, True, True, True]
+    assert [chunk.start for plan in plans for chunk in plan.batch.chunks] == [0, 32, 64, 70, 71]
+    assert steps.started == ["a"]
+    assert steps.finished["a"] == Finished("a", FinishReason.LENGTH, 70, 3, 0)
+    steps.until_idle()
+
+
+def test_decodes_come_first_and_prompts_fill_the_rest() -> None:
+    steps = make()
+    for id in "abc":
+        steps.scheduler.add(new(id, 2, 20))
+    steps.step()
+    steps.scheduler.add(new("long", 100))
+    assert lengths(steps.step()) == [1, 1, 1, 29]
+    steps.until_idle()
+
+
+def test_a_batch_holds_max_batch_sequences_and_slots_stay_with_them() -> None:
+    steps = make(max_batch=3)
+    for id in "abcde":
+        steps.scheduler.add(new(id, 2, 6))
+    seen: dict[int, set[int]] = {}
+    while steps.scheduler.has_work:
+        plan = steps.step()
+        assert len(plan.batch.chunks) <= 3
+        slots = [chunk.slot for chunk in plan.batch.chunks]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= {0, 1, 2}
+        for chunk in plan.batch.chunks:
+            seen.setdefault(chunk.blocks[0], set()).add(chunk.slot)
+    assert len(steps.finished) == 5
+    assert all(len(slots) == 1 for slots in seen.values())
+
+
+def test_a_block_table_is_built_again_only_when_it_grows() -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 5, 20))
+    tables = [steps.step().batch.chunks[0].blocks for _ in range(12)]
+    assert len({id(table) for table in tables}) == len(set(tables)) == 3
+
+
+def test_history_is_given_only_where_penalties_need_it() -> None:
+    steps = make()
+    plain = new("plain", (1, 2))
+    punished = NewSequence("punished", (3, 4), Sampling(4, presence_penalty=0.5), KEYS)
+    steps.scheduler.add(plain)
+    steps.scheduler.add(punished)
+    steps.step()
+    histories = [chunk.history for chunk in steps.step().batch.chunks]
+    assert sorted(histories) == [(), (3, 4, 7)]
+
+
+# Ends.
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"),
+    [(0, (FinishReason.STOP, 1)), (2, (FinishReason.STOP, 3)), (9, (FinishReason.LENGTH, 5))],
+)
+def test_stop_tokens_end_after_min_tokens_and_length_at_max_tokens(
+    min_tokens: int, expected: tuple[FinishReason, int]
+) -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 3, 5, stop=(7,), min_tokens=min_tokens))
+    steps.until_idle()
+    end = steps.finished["a"]
+    assert (end.finish, end.completion_tokens) == expected
+
+
+def test_the_longest_sequence_of_the_model_ends_with_length() -> None:
+    steps = make(max_tokens=10)
+    steps.scheduler.add(new("a", 6, 100))
+    steps.until_idle()
+    assert (steps.finished["a"].finish, steps.drawn["a"]) == (FinishReason.LENGTH, 4)
+
+
+def test_tokens_generated_before_count_and_are_not_said_again() -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 6, 5, generated=(7, 7, 7)))
+    plan = steps.step()
+    assert plan.batch.chunks[0].tokens[-3:] == (7, 7, 7)
+    assert plan.batch.chunks[0].prompt_length == 6
+    steps.until_idle()
+    assert steps.drawn["a"] == 2
+    assert steps.finished["a"].completion_tokens == 5
+
+
+def test_what_can_never_run_is_refused_with_a_reason() -> None:
+    steps = make(blocks=4, max_tokens=12, max_waiting=1)
+    add = steps.scheduler.add
+    with pytest.raises(
+        BadRequest, match="the prompt has 12 tokens; this model and worker take at most 11"
+    ) as error:
+        add(new("a", 12))
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequest, match="empty"):
+        add(new("a", 0))
+    with pytest.raises(BadRequest, match="max_tokens"):
+        add(new("a", 1, 2, generated=(7, 7)))
+    with pytest.raises(BadRequest, match="token ids"):
+        add(new("a", (-1,)))
+    with pytest.raises(BadRequest, match="block size 16"):
+        add(new("a", 1, keys=HashKeys("m", 16)))
+    add(new("a", 1))
+    with pytest.raises(BadRequest, match="ids must differ"):
+        add(new("a", 1))
+    with pytest.raises(Overloaded, match="max_waiting"):
+        add(new("b", 1))
+    steps.until_idle()
+
+
+def test_a_sequence_that_outgrows_the_whole_pool_fails_and_the_next_one_is_served() -> None:
+    steps = make(blocks=4)
+    steps.scheduler.add(new("a", 12, 1000))
+    steps.until_idle()
+    end = steps.finished["a"]
+    assert (end.finish, end.error, steps.drawn["a"]) == (FinishReason.FAILED, "Overloaded", 5)
+    assert "17 tokens" in end.message
+    steps.scheduler.add(new("b", 12, 4))
+    steps.until_idle()
+    assert steps.finished["b"].finish is FinishReason.LENGTH
+
+
+def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
+    steps = make(max_batch=2)
+    for id in "abc":
+        steps.scheduler.add(new(id, 3))
+    assert len(steps.plan().batch.chunks) == 2
+    steps.take(steps.scheduler.fail(Unavailable("device lost")))
+    assert {(e.id, e.finish, e.error, e.message) for e in steps.finished.values()} == {
+        (id, FinishReason.FAILED, "Unavailable", "device lost") for id in "ab"
+    }
+    steps.until_idle()
+    assert steps.finished["c"].finish is FinishReason.LENGTH
+    assert steps.scheduler.counters.runner_failures == 1
+
+
+def test_a_result_that_does_not_fit_the_batch_changes_nothing() -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 3))
+    steps.plan()
+    with pytest.raises(Internal, match="answered 2 of 1"):
+        steps.scheduler.apply(BatchResult((7, 7)))
+    with pytest.raises(Internal, match="drew no token"):
+        steps.scheduler.apply(BatchResult((None,)))
+    steps.take(steps.scheduler.fail(Internal("bad result")))
+    steps.until_idle()
+
+
+# Cancelling.
+
+
+@pytest.mark.parametrize("steps_before", range(6))
+def test_cancel_in_any_phase_gives_all_blocks_back_within_a_step(steps_before: int) -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 70, 100))
+    for _ in range(steps_before):
+        steps.step()
+    assert steps.scheduler.cancel("a")
+    assert not steps.scheduler.cancel("a")
+    steps.plan()
+    assert steps.finished["a"].finish is FinishReason.CANCELLED
+    steps.scheduler.validate(idle=True)
+
+
+def test_blocks_of_the_step_in_flight_are_nobodys_until_it_ends() -> None:
+    steps = make(blocks=4)
+    steps.scheduler.add(new("a", 15, 1))
+    batch = steps.plan().batch
+    assert steps.scheduler.cancel("a")
+    steps.scheduler.add(new("fill", 9, fill=True, generated=(7,)))
+    assert not steps.scheduler.take_reservations()
+    assert not steps.finished
+    steps.answer(batch)
+    assert steps.finished["a"].finish is FinishReason.CANCELLED
+    assert "a" not in steps.drawn
+    steps.plan()
+    assert "fill" in steps.reservations
+    steps.scheduler.filled("fill", 9)
+    steps.until_idle()
+
+
+# The prefix cache.
+
+
+def test_a_second_turn_computes_only_what_is_new_generated_tokens_included() -> None:
+    steps = make()
+    steps.scheduler.add(new("one", tuple(range(10)), 7))
+    steps.until_idle()
+    steps.scheduler.add(new("two", (*range(10), *[7] * 7, 50, 51)))
+    assert [(c.start, len(c.tokens)) for c in steps.step().batch.chunks] == [(16, 3)]
+    steps.until_idle()
+    assert steps.finished["two"].cached_tokens == 16
+    assert steps.scheduler.counters.cached_tokens == 16
+
+
+def test_a_prompt_that_is_all_cached_still_computes_its_last_token() -> None:
+    steps = make()
+    for id in ("cold", "warm"):
+        steps.scheduler.add(new(id, tuple(range(8)), 1))
+        plan = steps.step()
+    assert [(c.start, len(c.tokens), c.draw) for c in plan.batch.chunks] == [(4, 4, True)]
+    assert steps.finished["warm"].cached_tokens == 4
+
+
+def test_equal_prompts_at_once_are_computed_once_but_for_a_chunk() -> None:
+    steps = make(max_step_tokens=16, short_prompt_share=0.25)
+    prompt = tuple(range(100))
+    for id in "abcd":
+        steps.scheduler.add(new(id, prompt, 2))
+    steps.until_idle()
+    assert steps.scheduler.counters.computed_tokens < 100 + 4 * 16
+    assert len(steps.finished) == 4
+
+
+@pytest.mark.parametrize(
+    "other", [HashKeys("m2", SIZE), HashKeys("m", SIZE, adapter="x"), HashKeys("m", SIZE, salt="x")]
+)
+def test_another_model_adapter_or_tenant_finds_nothing(other: HashKeys) -> None:
+    steps = make()
+    cached = {}
+    for id, keys in (("a", KEYS), ("b", other), ("c", other)):
+        steps.scheduler.add(new(id, tuple(range(9)), 1, keys=keys))
+        steps.until_idle()
+        cached[id] = steps.finished[id].cached_tokens
+    assert cached == {"a": 0, "b": 0, "c": 8}
+
+
+def test_without_the_cache_nothing_is_found() -> None:
+    steps = make(prefix_cache=False)
+    for id in "ab":
+        steps.scheduler.add(new(id, tuple(range(20)), 6))
+        steps.until_idle()
+    assert steps.finished["b"].cached_tokens == 0
+    assert steps.scheduler.pool.cached() == ()
+
+
+# Order, fairness, preemption.
+
+
+def test_larger_priorities_run_first_then_the_oldest() -> None:
+    steps = make(max_batch=1)
+    for id, priority in (("a", 0), ("b", 0), ("c", 5)):
+        steps.scheduler.add(new(id, 3, 2, priority=priority))
+    steps.until_idle()
+    assert steps.started == ["c", "a", "b"]
+
+
+def test_a_preempted_sequence_resumes_before_those_never_started() -> None:
+    queue = [
+        Sequence.of(new(id, 2, priority=p), n)
+        for n, (id, p) in enumerate([("old", 0), ("new", 0), ("vip", 1)])
+    ]
+    queue[1].preemptions = 1
+    assert [s.id for s in sorted(queue, key=policy.turn)] == ["vip", "new", "old"]
+
+
+def test_the_youngest_of_the_lowest_priority_gives_way_and_the_reason_is_kept() -> None:
+    running = [
+        Sequence.of(new(id, 2, priority=p), n) for n, (id, p) in enumerate([("a", 1), ("b", 0), ("c", 0)])
+    ]
+    chosen = policy.victim(running, needed=2, available=1)
+    assert chosen.sequence.id == "c"
+    assert chosen.why == "preempt c: youngest of priority 0; 2 blocks needed, 1 available"
+
+
+@pytest.mark.parametrize("prompts", list(itertools.product(range(1, 9), repeat=2)))
+def test_need_is_counted_in_blocks_and_nobody_is_preempted_without_need(prompts: tuple[int, int]) -> None:
+    # A third sequence, so that the pool is full for every way in which lengths lie over block borders.
+    for blocks in (3, 4, 5, 6):
+        steps = make(blocks=blocks)
+        for id, length in zip("abc", (*prompts, 3), strict=True):
+            steps.scheduler.add(new(id, length, 4))
+        while steps.scheduler.has_work:
+            needed = sum(len(s.tokens) > len(s.blocks) * SIZE for s in steps.scheduler._running.values())
+            short = max(0, needed - steps.scheduler.pool.available)
+            before = steps.scheduler.counters.preemptions
+            assert steps.step().batch.chunks
+            assert steps.scheduler.counters.preemptions - before <= short
+        steps.plan()
+        assert all(end.finish is FinishReason.LENGTH for end in steps.finished.values())
+        steps.scheduler.validate(idle=True)
+
+
+def test_preempted_requests_are_not_starved_and_preemptions_are_few() -> None:
+    steps = make(blocks=12, max_batch=6)
+    count = 120
+    for n in range(count):
+        steps.scheduler.add(new(f"r{n}", 3 + n % 9, 12))
+        for _ in range(2):
+            steps.step()
+    preempted = steps.scheduler.counters.preemptions
+    steps.until_idle()
+    assert preempted > 0, "the case is not the one meant"
+    assert len(steps.finished) == count
+    assert all(end.finish is FinishReason.LENGTH for end in steps.finished.values())
+    assert steps.scheduler.counters.preemptions < count
+    assert max(int(id[1:]) - place for place, id in enumerate(steps.started)) < 6, (
+        "overtaken by more than a batch"
+    )
+
+
+def test_every_small_case_ends_and_every_step_makes_progress() -> None:
+    """All mixes of up to three requests over 2–4 blocks: no cycle without a token computed."""
+    shapes = [(1, 9), (3, 2), (4, 5), (5, 12), (8, 1)]
+    for blocks, count in itertools.product((2, 3, 4), (1, 2, 3)):
+        for mix in itertools.product(shapes, repeat=count):
+            steps = make(blocks=blocks, max_batch=3, max_step_tokens=4, max_tokens=20)
+            for n, (prompt, max_tokens) in enumerate(mix):
+                if prompt <= blocks * SIZE:
+                    steps.scheduler.add(new(f"r{n}", prompt, max_tokens, priority=n % 2))
+            for _ in range(400):
+                before = steps.scheduler.counters.computed_tokens
+                if not steps.scheduler.has_work:
+                    break
+                plan = steps.scheduler.plan()
+                steps.take(plan.report)
+                if plan.batch.chunks:
+                    steps.take(
+                        steps.scheduler.apply(
+                            BatchResult(tuple(7 if c.draw else None for c in plan.batch.chunks))
+                        )
+                    )
+                    assert steps.scheduler.counters.computed_tokens > before
+                else:
+                    assert not steps.scheduler.has_work
+            steps.plan()
+            steps.scheduler.validate(idle=True)
+
+
+def test_a_long_prompt_starves_neither_decodes_nor_short_prompts_nor_is_starved() -> None:
+    steps = make(blocks=20_000, max_batch=32, max_step_tokens=512)
+    steps.scheduler.add(new("decode", 10, 10_000))
+    steps.step()
+    steps.scheduler.add(new("long", 50_000, 1))
+    arrived: dict[str, int] = {}
+    while "long" not in steps.finished:
+        before = steps.drawn["decode"]
+        if steps.steps % 3 == 0:
+            id = f"short{steps.steps}"
+            arrived[id] = steps.steps
+            steps.scheduler.add(new(id, 101, 1))
+        plan = steps.scheduler.plan()
+        steps.take(plan.report)
+        steps.steps += 1
+        steps.take(
+            steps.scheduler.apply(
+                BatchResult(tuple(7 if chunk.draw else None for chunk in plan.batch.chunks))
+            )
+        )
+        assert steps.drawn["decode"] == before + 1, "a decode missed a step"
+    waited = [steps.last[id] - step for id, step in arrived.items() if id in steps.last]
+    assert len(waited) >= len(arrived) - 1
+    assert max(waited) <= 2
+    alone = 50_000 / 511
+    assert steps.last["long"] <= alone / (1 - 0.25) + 3
+    steps.scheduler.cancel("decode")
+    steps.until_idle()
+
+
+def test_a_short_prompt_passes_long_ones_that_wait() -> None:
+    steps = make(blocks=2000, max_step_tokens=64)
+    for id in ("long1", "long2"):
+        steps.scheduler.add(new(id, 1000, 1))
+    steps.step()
+    steps.scheduler.add(new("short", 10, 1))
+    steps.step()
+    assert "short" in steps.finished
+    steps.until_idle()
+
+
+# Holding and filling.
+
+
+def test_a_held_sequence_keeps_its_blocks_until_released_and_is_in_the_cache() -> None:
+    steps = make(blocks=8)
+    prompt = tuple(range(11))
+    steps.scheduler.add(new("p", prompt, 50, hold=True))
+    steps.step()
+    held = steps.held["p"]
+    assert (len(held.blocks), held.tokens, held.finish, steps.drawn["p"]) == (3, 11, None, 1)
+    assert not steps.finished
+    assert not steps.scheduler.cancel("p"), "it has had its last word"
+    assert steps.scheduler.pool.available == 5
+    steps.scheduler.add(new("q", prompt, 1, hold=True))
+    steps.step()
+    assert steps.held["q"].finish is FinishReason.LENGTH
+    assert steps.held["q"].cached_tokens == 8
+    assert steps.held["q"].blocks[:2] == held.blocks[:2]
+    for id in ("p", "p", "q", "unknown"):
+        steps.scheduler.release(id)
+    steps.scheduler.validate(idle=True)
+
+
+def test_a_reservation_covers_all_but_the_last_token_and_runs_when_filled() -> None:
+    steps = make()
+    prompt = tuple(range(10))
+    steps.scheduler.add(new("warm", prompt, 1))
+    steps.until_idle()
+    steps.scheduler.add(new("f", prompt, 5, generated=(7, 7, 7), fill=True))
+    (granted,) = steps.scheduler.take_reservations()
+    assert (len(granted.blocks), granted.cached, granted.tokens) == (3, 2, 12)
+    assert not steps.step().batch.chunks
+    steps.scheduler.filled("f", 12)
+    assert [(c.start, c.tokens) for c in steps.step().batch.chunks] == [(12, (7,))]
+    steps.until_idle()
+    end = steps.finished["f"]
+    assert (end.completion_tokens, end.cached_tokens, steps.drawn["f"]) == (5, 8, 2)
+    assert steps.scheduler.counters.filled_tokens == 4
+
+
+@pytest.mark.parametrize("tokens", [0, 8, 9, 12])
+def test_what_was_not_filled_is_computed(tokens: int) -> None:
+    steps = make()
+    steps.scheduler.add(new("f", 10, 5, generated=(7, 7, 7), fill=True))
+    steps.scheduler.filled("f", tokens)
+    (chunk,) = steps.step().batch.chunks
+    assert (chunk.start, chunk.start + len(chunk.tokens), chunk.draw) == (tokens, 13, True)
+    steps.until_idle()
+
+
+def test_filled_blocks_are_in_the_cache_at_once() -> None:
+    steps = make()
+    prompt = tuple(range(12))
+    steps.scheduler.add(new("f", prompt, 5, generated=(7,), fill=True))
+    assert steps.scheduler.pool.cached() == ()
+    steps.scheduler.filled("f", 12)
+    assert len(steps.scheduler.pool.cached()) == 3
+    steps.scheduler.add(new("g", prompt, 2))
+    assert [len(chunk.tokens) for chunk in steps.step().batch.chunks] == [1, 4]
+    steps.until_idle()
+
+
+def test_a_cancelled_reservation_is_in_quarantine_until_filled_is_called() -> None:
+    steps = make(blocks=4)
+    steps.scheduler.add(new("f", 15, 5, generated=(7,), fill=True))
+    assert steps.scheduler.cancel("f")
+    assert steps.scheduler.pool.available == 0
+    steps.scheduler.add(new("b", 3, 1))
+    assert not steps.step().batch.chunks
+    assert steps.finished["f"].finish is FinishReason.CANCELLED
+    steps.scheduler.filled("f", 15)
+    assert steps.scheduler.pool.cached() == ()
+    steps.until_idle()
+    with pytest.raises(ValueError, match="not a reservation"):
+        steps.scheduler.filled("f", 15)
+
+
+def test_more_than_was_reserved_cannot_be_filled() -> None:
+    steps = make()
+    steps.scheduler.add(new("f", 5, 5, generated=(7,), fill=True))
+    with pytest.raises(ValueError, match="at most 5"):
+        steps.scheduler.filled("f", 6)
+    steps.scheduler.filled("f", 5)
+    steps.until_idle()
+
+
+def test_reservations_wait_their_turn() -> None:
+    steps = make(blocks=4)
+    steps.scheduler.add(new("a", 12, 3))
+    steps.step()
+    steps.scheduler.add(new("f", 12, 5, generated=(7,), fill=True))
+    steps.scheduler.add(new("late", 1, 1))
+    for _ in range(2):
+        assert "late" not in steps.started, "it took a block that an earlier one waits for"
+        steps.step()
+    steps.step()
+    assert "f" in steps.reservations
+    steps.scheduler.filled("f", 12)
+    steps.until_idle()
+
+
+def test_a_runner_in_need_waits_for_reserved_blocks_and_then_takes_them() -> None:
+    """The only running sequence needs a block, all others are being filled: neither dies."""
+    steps = make(blocks=4)
+    steps.scheduler.add(new("a", 7, 9))
+    steps.step()
+    steps.scheduler.add(new("f", 4, 6, generated=(7,), fill=True))
+    while (plan := steps.step()).batch.chunks:
+        pass
+    assert plan.why == ("stall a: no block is available, and nobody runs who could give way",)
+    assert (steps.drawn["a"], steps.finished) == (6, {})
+    steps.scheduler.add(new("late", 1, 1))
+    assert not steps.step().batch.chunks, "a newcomer must not take what the stalled one needs"
+    steps.scheduler.filled("f", 4)
+    assert steps.step().why == ("preempt f: youngest of priority 0; 2 blocks needed, 0 available",)
+    steps.until_idle()
+    assert {end.finish for end in steps.finished.values()} == {FinishReason.LENGTH}
+    assert steps.drawn["f"] == 5
+
+
+@dataclass
+class Shadow:
+    new: NewSequence
+    drawn: int = 0
+    filling: bool = False
+    cancelled: bool = False
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Everything in any order on a tiny pool: nothing is lost, ended twice, or stuck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = make(blocks=6, max_batch=3, max_step_tokens=8, max_tokens=40)
+        self.all: dict[str, Shadow] = {}
+        self.to_fill: dict[str, Reservation] = {}
+        self.batch: Batch | None = None
+        self.told: set[int] = set()
+
+    def note(self, report: StepReport) -> None:
+        self.steps.take(report)
+
+    def granted(self) -> None:
+        self.to_fill.update({r.id: r for r in self.steps.scheduler.take_reservations()})
+        self.to_fill.update(self.steps.reservations)
+        self.steps.reservations.clear()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20).map(tuple),
+        max_tokens=st.integers(3, 14),
+        generated=st.integers(0, 2),
+        priority=st.integers(0, 1),
+        kind=st.sampled_from(["plain", "plain", "hold", "fill"]),
+    )
+    def add(self, prompt: tuple[int, ...], max_tokens: int, generated: int, priority: int, kind: str) -> None:
+        id = f"r{len(self.all)}"
+        item = new(
+            id,
+            prompt,
+            max_tokens,
+            generated=(7,) * generated,
+            priority=priority,
+            hold=kind == "hold",
+            fill=kind == "fill",
+        )
+        self.all[id] = Shadow(item)
+        self.steps.scheduler.add(item)
+        self.granted()
+
+    @precondition(lambda self: self.batch is None)
+    @rule()
+    def plan(self) -> None:
+        plan = self.steps.scheduler.plan()
+        self.note(plan.report)
+        self.granted()
+        self.batch = plan.batch if plan.batch.chunks else None
+        outside = self.to_fill or self.unreleased() or self.steps.scheduler.pool.quarantined
+        if self.batch is None and not outside:
+            assert not self.steps.scheduler.has_work, "work, but nothing was scheduled"
+
+    @precondition(lambda self: self.batch is not None)
+    @rule(fails=st.sampled_from([False] * 9 + [True]))
+    def end_step(self, fails: bool) -> None:
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        if fails:
+            self.note(self.steps.scheduler.fail(Internal("broken")))
+        else:
+            tokens = tuple(7 if chunk.draw else None for chunk in batch.chunks)
+            self.note(self.steps.scheduler.apply(BatchResult(tokens)))
+
+    @precondition(lambda self: self.all)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.all)))
+        over = id in self.steps.finished or id in self.steps.held
+        if self.steps.scheduler.cancel(id):
+            assert not over
+            assert not self.all[id].cancelled
+            self.all[id].cancelled = True
+
+    @precondition(lambda self: self.to_fill)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.to_fill)))
+        granted = self.to_fill.pop(id)
+        self.steps.scheduler.filled(
+            id, data.draw(st.integers(granted.cached * SIZE, granted.tokens) | st.just(0))
+        )
+
+    def unreleased(self) -> list[str]:
+        return sorted(id for id in self.steps.held if id in self.steps.scheduler._sequences)
+
+    @precondition(lambda self: self.unreleased())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.steps.scheduler.release(data.draw(st.sampled_from(self.unreleased())))
+
+    @invariant()
+    def sound(self) -> None:
+        self.steps.scheduler.validate()
+
+    def teardown(self) -> None:
+        if self.batch is not None:
+            self.end_step(False)
+        for _ in range(2000):
+            for id in list(self.to_fill):
+                self.steps.scheduler.filled(id, self.to_fill.pop(id).tokens)
+            for id in self.unreleased():
+                self.steps.scheduler.release(id)
+            self.plan()
+            if self.batch is not None:
+                self.end_step(False)
+            elif not self.steps.scheduler.has_work and not self.to_fill:
+                break
+        self.steps.scheduler.validate(idle=True)
+        for id, shadow in self.all.items():
+            assert (id in self.steps.finished) != (id in self.steps.held), "not ended exactly once"
+            end = self.steps.finished.get(id)
+            if end is not None and end.finish is FinishReason.LENGTH:
+                assert end.completion_tokens == min(
+                    shadow.new.sampling.max_tokens, 40 - len(shadow.new.prompt)
+                )
+                assert self.steps.drawn[id] == end.completion_tokens - len(shadow.new.generated)
+            if end is not None and end.finish is FinishReason.CANCELLED:
+                assert shadow.cancelled
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = hypothesis_settings(max_examples=150, stateful_step_count=50, deadline=None)
