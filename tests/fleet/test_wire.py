@@ -1,0 +1,833 @@
+"""One contract for every wire, then what only one of them can show: faults on demand, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import pytest
+
+from fleet import virtual_time
+from fleet.errors import (
+    ERRORS,
+    BadRequest,
+    DeadlineExceeded,
+    FleetError,
+    Internal,
+    TooLarge,
+    WorkerLost,
+)
+from fleet.events import KvDigest, KvSnapshot, LoadReport
+from fleet.handoff import (
+    Cancel,
+    CancelReason,
+    DecodeJob,
+    Ended,
+    Frame,
+    PrefillJob,
+    Release,
+    Started,
+    Token,
+    ToWorker,
+)
+from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
+from fleet.member import MemberState
+from fleet.request import FinishReason, Request, Sampling, Usage
+from fleet.wire import Session, Wire, WireServer, WorkerEnd, WorkerService
+from fleet.wire.memory import MemoryHub
+from fleet.wire.rpc import GrpcWire, serve
+from fleet.wire.session import WireSettings, merge
+
+REQUEST = Request(RequestId("r"), "m", (1, 2, 3), Sampling(max_tokens=4))
+REPORT = LoadReport(WorkerId("w"), Incarnation("i"), "ready", 1, 2, 3, 4, 5, KvDigest(6, 7, 8))
+CANCEL = Cancel(1, CancelReason.CLIENT)
+
+
+@dataclass
+class Recorder:
+    """A service that keeps what it hears, and does what the test says on each message."""
+
+    on_message: Callable[[WorkerEnd, ToWorker], None] = lambda end, message: None
+    on_drain: Callable[[], Awaitable[None]] | None = None
+    ends: list[WorkerEnd] = field(default_factory=list)
+    closes: list[WorkerEnd] = field(default_factory=list)
+    messages: list[ToWorker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._heard = asyncio.Event()
+
+    def opened(self, end: WorkerEnd) -> None:
+        self.ends.append(end)
+        self._heard.set()
+
+    def received(self, end: WorkerEnd, message: ToWorker) -> None:
+        self.messages.append(message)
+        self._heard.set()
+        self.on_message(end, message)
+
+    def closed(self, end: WorkerEnd) -> None:
+        self.closes.append(end)
+        self._heard.set()
+
+    def snapshot(self) -> KvSnapshot:
+        return KvSnapshot(WorkerId("w"), Incarnation("i"), 9, (1, 2**64 - 1))
+
+    def status(self) -> LoadReport:
+        return REPORT
+
+    async def drain(self, limit_s: float) -> MemberState:
+        if self.on_drain:
+            await self.on_drain()
+        return MemberState.DRAINING
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self._heard.clear()
+            await self._heard.wait()
+
+
+class Net(Protocol):
+    async def serve(self, service: WorkerService) -> WireServer: ...
+
+    def wire(self) -> Wire: ...
+
+
+class MemoryNet:
+    def __init__(self, settings: WireSettings) -> None:
+        self.hub = MemoryHub(settings, to_worker_s=0.002, to_router_s=0.001)
+
+    async def serve(self, service: WorkerService) -> WireServer:
+        return self.hub.serve(service)
+
+    def wire(self) -> Wire:
+        return self.hub.wire()
+
+
+class GrpcNet:
+    def __init__(self, settings: WireSettings) -> None:
+        self._settings = settings
+
+    async def serve(self, service: WorkerService) -> WireServer:
+        return await serve(service, settings=self._settings)
+
+    def wire(self) -> Wire:
+        return GrpcWire(self._settings)
+
+
+Scenario = Callable[[Net], Coroutine[Any, Any, None]]
+Play = Callable[..., None]
+
+
+async def within(seconds: float, scenario: Coroutine[Any, Any, None]) -> None:
+    async with asyncio.timeout(seconds):
+        await scenario
+
+
+@pytest.fixture(params=["memory", "grpc"])
+def play(request: pytest.FixtureRequest) -> Play:
+    """Plays a scenario on one wire: in virtual time, or over real sockets."""
+
+    def on_memory(scenario: Scenario, settings: WireSettings | None = None) -> None:
+        async def main() -> None:
+            await scenario(MemoryNet(settings or WireSettings()))
+
+        virtual_time.run(main(), horizon_s=3600)
+
+    def on_grpc(scenario: Scenario, settings: WireSettings | None = None) -> None:
+        async def main() -> None:
+            await within(60, scenario(GrpcNet(settings or WireSettings())))
+
+        asyncio.run(main())
+
+    return on_memory if request.param == "memory" else on_grpc
+
+
+@asynccontextmanager
+async def talking(net: Net, service: Recorder) -> AsyncIterator[tuple[WireServer, Wire, Session]]:
+    server = await net.serve(service)
+    wire = net.wire()
+    try:
+        yield server, wire, await wire.open(server.address)
+    finally:
+        await wire.close()
+        await server.close(5)
+        assert len(service.closes) == len(service.ends)
+        assert len(set(map(id, service.closes))) == len(service.closes)
+
+
+async def frames_until_ended(session: Session, streams: int) -> list[Frame]:
+    frames: list[Frame] = []
+    async for frame in session:
+        frames.append(frame)
+        if sum(len(frame.ended) for frame in frames) == streams:
+            break
+    return frames
+
+
+async def lost(session: Session) -> WorkerLost:
+    with pytest.raises(WorkerLost) as caught:
+        async for _ in session:
+            pass
+    return caught.value
+
+
+# --- the contract ---
+
+
+def test_every_stream_comes_whole_and_in_order(play: Play) -> None:
+    dice = random.Random(5)
+    lengths = {stream: dice.randrange(1, 120) for stream in range(1, 61)}
+
+    async def steps(end: WorkerEnd) -> None:
+        """What an engine says: one frame a step, sequences joining and leaving."""
+        said = dict.fromkeys(lengths, 0)
+        fresh = set(lengths)
+        while said:
+            now = [stream for stream in said if dice.random() < 0.5]
+            tokens = tuple(Token(stream, said[stream]) for stream in now)
+            for stream in now:
+                said[stream] += 1
+            done = [stream for stream in now if said[stream] == lengths[stream]]
+            end.send(
+                Frame(
+                    started=tuple(Started(stream, "pull_ended") for stream in now if stream in fresh),
+                    tokens=tokens,
+                    ended=tuple(
+                        Ended(stream, FinishReason.LENGTH, Usage(3, said.pop(stream))) for stream in done
+                    ),
+                )
+            )
+            fresh -= set(now)
+            if dice.random() < 0.5:
+                await asyncio.sleep(0)
+
+    async def scenario(net: Net) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        service = Recorder(lambda end, _: tasks.append(asyncio.create_task(steps(end))))
+        async with talking(net, service) as (_, _, session):
+            session.send(CANCEL)
+            got: dict[int, list[object]] = {stream: [] for stream in lengths}
+            for frame in await frames_until_ended(session, len(lengths)):
+                for words in (frame.started, frame.tokens, frame.ended):
+                    for word in words:
+                        got[word.stream].append(word)
+            await asyncio.gather(*tasks)
+        for stream, length in lengths.items():
+            assert got[stream] == [
+                Started(stream, "pull_ended"),
+                *(Token(stream, place) for place in range(length)),
+                Ended(stream, FinishReason.LENGTH, Usage(3, length)),
+            ]
+
+    play(scenario)
+
+
+def test_messages_to_a_worker_arrive_in_the_order_in_which_they_were_sent(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        sent: list[ToWorker] = [
+            PrefillJob(1, REQUEST),
+            DecodeJob(2, REQUEST, (5,)),
+            Cancel(1, CancelReason.STOP_STRING),
+            Release(LeaseId("lease")),
+            *(Cancel(stream, CancelReason.CLIENT) for stream in range(300)),
+        ]
+        async with talking(net, service) as (_, _, session):
+            for message in sent:
+                session.send(message)
+            await service.until(lambda: len(service.messages) == len(sent))
+        assert service.messages == sent
+
+    play(scenario)
+
+
+def test_what_was_sent_just_before_closing_still_arrives(play: Play) -> None:
+    """A router that leaves has released and cancelled; those words must not be lost with it."""
+
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (_, _, session):
+            for place in range(200):
+                session.send(Release(LeaseId(str(place))))
+            await session.close()
+            await service.until(lambda: len(service.closes) == 1)
+            assert service.messages == [Release(LeaseId(str(place))) for place in range(200)]
+            with pytest.raises(WorkerLost, match="closed here"):
+                session.send(CANCEL)
+            await lost(session)
+            await session.close()  # idempotent
+
+    play(scenario)
+
+
+def test_closing_one_session_leaves_the_others(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder(lambda end, message: end.send(Frame(tokens=(Token(1, 7),))))
+        async with talking(net, service) as (server, wire, first):
+            second = await wire.open(server.address)
+            await service.until(lambda: len(service.ends) == 2)
+            await first.close()
+            await service.until(lambda: len(service.closes) == 1)
+            service.ends[0].send(Frame(tokens=(Token(1, 1),)))  # to a closed session: nothing happens
+            second.send(CANCEL)
+            assert await anext(aiter(second)) == Frame(tokens=(Token(1, 7),))
+            assert service.closes == service.ends[:1]
+
+    play(scenario)
+
+
+def test_a_worker_that_closes_says_what_it_has_to_say_first(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (server, wire, session):
+            await service.until(lambda: bool(service.ends))
+            for place in range(500):
+                service.ends[0].send(Frame(tokens=(Token(1, place),)))
+            _, tokens = await asyncio.gather(server.close(30), all_tokens(session))
+            assert tokens == list(range(500))
+            with pytest.raises(WorkerLost):
+                session.send(CANCEL)
+            with pytest.raises(WorkerLost):
+                await wire.open(server.address)
+
+    play(scenario)
+
+
+async def all_tokens(session: Session) -> list[int]:
+    """Until the worker is lost."""
+    tokens: list[int] = []
+    with suppress(WorkerLost):
+        async for frame in session:
+            tokens += [token.token for token in frame.tokens]
+    return tokens
+
+
+def test_nobody_at_an_address_is_known_at_once(play: Play) -> None:
+    """Also when asked again and again: no call inherits the back-off of an earlier one."""
+
+    async def scenario(net: Net) -> None:
+        server = await net.serve(Recorder())
+        address = server.address
+        await server.close(0)
+        wire = net.wire()
+        async with asyncio.timeout(30):  # far below the connect limit
+            for _ in range(5):
+                with pytest.raises(WorkerLost, match=address):
+                    await wire.open(address)
+                with pytest.raises(WorkerLost, match=address):
+                    await wire.status(address, 1000)
+        await wire.close()
+
+    play(scenario, WireSettings(connect_s=1000))
+
+
+def test_a_router_that_reads_too_slowly_is_let_go_once(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (_, _, session):
+            await service.until(lambda: bool(service.ends))
+            frame = Frame(tokens=tuple(Token(stream, 1 << 30) for stream in range(1000)))
+            while not service.closes:
+                service.ends[0].send(frame)
+                await asyncio.sleep(0)
+            service.ends[0].send(frame)
+            error = await lost(session)
+            assert "the peer is too slow" in error.message or "the worker ended" in error.message
+            assert len(service.closes) == 1
+
+    play(scenario, WireSettings(backlog=20_000))
+
+
+def test_an_idle_session_stays(play: Play) -> None:
+    """Far beyond the limit of silence: both ends keep it alive by heartbeats, which nobody sees."""
+    settings = WireSettings(heartbeat_s=0.2)
+
+    async def scenario(net: Net) -> None:
+        def later(end: WorkerEnd, _: ToWorker) -> None:
+            frame = Frame(tokens=(Token(1, 7),))
+            asyncio.get_running_loop().call_later(3 * settings.silence_s, end.send, frame)
+
+        service = Recorder(later)
+        async with talking(net, service) as (_, _, session):
+            session.send(CANCEL)
+            assert await anext(aiter(session)) == Frame(tokens=(Token(1, 7),))
+            assert service.messages == [CANCEL]
+
+    play(scenario, settings)
+
+
+def test_a_reader_that_takes_its_time_does_not_lose_the_worker(play: Play) -> None:
+    """While the router itself is not reading, the worker is not silent."""
+    settings = WireSettings(heartbeat_s=0.1)
+
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (_, _, session):
+            await service.until(lambda: bool(service.ends))
+            for place in range(400):  # more than are read ahead
+                service.ends[0].send(Frame(tokens=(Token(1, place),)))
+                await asyncio.sleep(0)
+            pause = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(2 * settings.silence_s, pause.set_result, None)
+            await pause
+            service.ends[0].send(Frame(ended=(Ended(1, FinishReason.STOP),)))
+            frames = await frames_until_ended(session, 1)
+            assert [t.token for frame in frames for t in frame.tokens] == list(range(400))
+
+    play(scenario, settings)
+
+
+def test_a_bad_message_fails_its_stream_and_nothing_else(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (_, _, session):
+            bad = Request(RequestId("r"), "m", (1,), Sampling(max_tokens=4), deadline_s=math.nan)
+            session.send(PrefillJob(5, bad))
+            session.send(CANCEL)
+            ((ended,),) = [frame.ended for frame in [await anext(aiter(session))]]
+            assert (ended.stream, ended.finish, ended.error) == (5, FinishReason.FAILED, "BadRequest")
+            assert "Request.deadline_s: nan" in ended.message
+            await service.until(lambda: service.messages == [CANCEL])
+
+    play(scenario)
+
+
+def test_a_message_that_cannot_be_said_is_refused_where_it_is_sent(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (_, _, session):
+            with pytest.raises(BadRequest, match="Cancel"):
+                session.send(Cancel(-1, CancelReason.CLIENT))
+            huge = Request(RequestId("r"), "m", (1 << 30,) * 3000, Sampling(max_tokens=4))
+            with pytest.raises(TooLarge, match="10000 are allowed"):
+                session.send(PrefillJob(1, huge))
+            session.send(CANCEL)
+            await service.until(lambda: service.messages == [CANCEL])
+
+    play(scenario, WireSettings(message_bytes=10_000))
+
+
+def test_a_frame_that_cannot_be_said_ends_the_session_not_the_worker(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (server, wire, session):
+            await service.until(lambda: bool(service.ends))
+            service.ends[0].send(Frame(tokens=(Token(1, -1),)))
+            await lost(session)
+            await service.until(lambda: len(service.closes) == 1)
+            assert await wire.status(server.address, 30) == REPORT
+
+    play(scenario)
+
+
+def test_calls_bring_the_workers_own_words(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        async with talking(net, service) as (server, wire, _):
+            assert await wire.snapshot(server.address, 30) == service.snapshot()
+            assert await wire.status(server.address, 30) == REPORT
+            assert await wire.drain(server.address, 5.0, 30) is MemberState.DRAINING
+            with pytest.raises(BadRequest, match="limit_s"):
+                await wire.drain(server.address, math.inf, 30)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_every_error_of_a_call_keeps_its_kind(play: Play, name: str) -> None:
+    async def scenario(net: Net) -> None:
+        async def fail() -> None:
+            raise ERRORS[name].error("für später")
+
+        async with talking(net, Recorder(on_drain=fail)) as (server, wire, _):
+            with pytest.raises(FleetError) as caught:
+                await wire.drain(server.address, 1, 30)
+            assert type(caught.value).__name__ == name
+            assert caught.value.message == f"{server.address}: für später"
+
+    play(scenario)
+
+
+def test_a_call_that_takes_too_long_is_given_up(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        async def hang() -> None:
+            await asyncio.Event().wait()
+
+        async with talking(net, Recorder(on_drain=hang)) as (server, wire, _):
+            with pytest.raises(DeadlineExceeded, match=server.address):
+                await wire.drain(server.address, 1, 0.2)
+
+    play(scenario)
+
+
+def test_closing_the_wire_closes_its_sessions(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        service = Recorder()
+        server = await net.serve(service)
+        wire = net.wire()
+        sessions = [await wire.open(server.address) for _ in range(4)]
+        await service.until(lambda: len(service.ends) == 4)
+        await wire.close()
+        await service.until(lambda: len(service.closes) == 4)
+        for session in sessions:
+            await lost(session)
+        await server.close(0)
+
+    play(scenario)
+
+
+def test_settings_that_cannot_work_are_named() -> None:
+    with pytest.raises(ValueError, match=r"wire\.heartbeat_s must be above 0, not 0"):
+        WireSettings(heartbeat_s=0)
+
+
+def test_merged_frames_hold_every_word_once() -> None:
+    frames = [Frame(tokens=(Token(n, n),), ended=(Ended(n, FinishReason.STOP),)) for n in range(3)]
+    merged = merge(frames)
+    assert merged.tokens == tuple(Token(n, n) for n in range(3))
+    assert [ended.stream for ended in merged.ended] == [0, 1, 2]
+
+
+# --- faults in memory, in virtual time ---
+
+BEAT = WireSettings(heartbeat_s=2.0, connect_s=5.0)
+
+
+def in_memory(scenario: Callable[[MemoryHub], Coroutine[Any, Any, Any]], **delays: float) -> Any:
+    async def main() -> Any:
+        return await scenario(MemoryHub(BEAT, **delays))
+
+    return virtual_time.run(main(), horizon_s=3600)
+
+
+def test_a_killed_worker_is_lost_at_once_and_its_address_is_free() -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        service = Recorder()
+        server = hub.serve(service, "w")
+        wire = hub.wire()
+        session = await wire.open(server.address)
+        service.ends[0].send(Frame(tokens=(Token(1, 1),)))
+        before = asyncio.get_running_loop().time()
+        hub.kill("w")
+        assert "broke" in (await lost(session)).message
+        await service.until(lambda: len(service.closes) == 1)
+        assert asyncio.get_running_loop().time() == before
+        with pytest.raises(WorkerLost, match="nobody listens"):
+            await wire.open("w")
+        again = Recorder()
+        hub.serve(again, "w")
+        await wire.open("w")
+        assert len(again.ends) == 1
+        await wire.close()
+
+    in_memory(scenario)
+
+
+@pytest.mark.parametrize("fault", ["freeze", "partition"])
+def test_a_worker_cut_off_in_silence_is_lost_in_bounded_time_on_both_ends(fault: str) -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        service = Recorder()
+        hub.serve(service, "w")
+        wire = hub.wire("r")
+        session = await wire.open("w")
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        hub.freeze("w") if fault == "freeze" else hub.partition("r", "w")
+        assert "nothing heard" in (await lost(session)).message
+        assert BEAT.silence_s <= loop.time() - before <= BEAT.silence_s + BEAT.heartbeat_s
+        await service.until(lambda: len(service.closes) == 1)
+        assert loop.time() - before <= BEAT.silence_s + BEAT.heartbeat_s
+        before = loop.time()
+        with pytest.raises(WorkerLost, match=r"no answer within 5\.0 s"):
+            await wire.open("w")
+        with pytest.raises(DeadlineExceeded):
+            await wire.status("w", 3.0)
+        assert loop.time() - before == 8.0
+        hub.unfreeze("w")
+        hub.heal("r", "w")
+        assert await wire.status("w", 1.0) == REPORT
+
+    in_memory(scenario)
+
+
+def test_a_short_freeze_loses_nothing() -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        service = Recorder(lambda end, _: end.send(Frame(tokens=(Token(1, 7),))))
+        hub.serve(service, "w")
+        wire = hub.wire()
+        session = await wire.open("w")
+        hub.freeze("w")
+        session.send(CANCEL)
+        asyncio.get_running_loop().call_later(BEAT.silence_s / 2, hub.unfreeze, "w")
+        assert await anext(session) == Frame(tokens=(Token(1, 7),))
+        assert asyncio.get_running_loop().time() == BEAT.silence_s / 2
+        await wire.close()
+
+    in_memory(scenario)
+
+
+def test_a_partition_is_between_two_only() -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        hub.serve(Recorder(), "w")
+        near, far = hub.wire("near"), hub.wire("far")
+        hub.partition("far", "w")
+        assert await near.status("w", 1.0) == REPORT
+        with pytest.raises(DeadlineExceeded):
+            await far.status("w", 1.0)
+
+    in_memory(scenario)
+
+
+def test_delays_are_those_of_each_direction() -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        loop = asyncio.get_running_loop()
+        heard: list[float] = []
+
+        def answer(end: WorkerEnd, _: ToWorker) -> None:
+            heard.append(loop.time())
+            end.send(Frame(tokens=(Token(1, 1),)))
+
+        hub.serve(Recorder(answer), "w")
+        wire = hub.wire()
+        session = await wire.open("w")
+        start = loop.time()
+        assert start == pytest.approx(0.75)
+        session.send(CANCEL)
+        await anext(session)
+        assert heard == [pytest.approx(start + 0.5)]
+        assert loop.time() == pytest.approx(start + 0.75)
+        await wire.close()
+
+    in_memory(scenario, to_worker_s=0.5, to_router_s=0.25)
+
+
+def test_the_same_scenario_takes_the_same_steps() -> None:
+    async def scenario(hub: MemoryHub) -> list[object]:
+        loop = asyncio.get_running_loop()
+        trace: list[object] = []
+
+        def answer(end: WorkerEnd, message: ToWorker) -> None:
+            assert isinstance(message, Cancel)
+            for place in range(message.stream % 5):
+                frame = Frame(tokens=(Token(message.stream, place),))
+                loop.call_later(place * 0.01 * message.stream, end.send, frame)
+
+        async def follow(session: Session, name: str) -> None:
+            with suppress(WorkerLost):
+                async for frame in session:
+                    trace.append((loop.time(), name, frame))
+            trace.append((loop.time(), name, "lost"))
+
+        for name in "abc":
+            hub.serve(Recorder(answer), name)
+        wire = hub.wire()
+        sessions = {name: await wire.open(name) for name in "abc"}
+        readers = [asyncio.create_task(follow(session, name)) for name, session in sessions.items()]
+        for stream in range(40):
+            sessions["abc"[stream % 3]].send(Cancel(stream, CancelReason.CLIENT))
+        loop.call_later(0.3, hub.kill, "a")
+        loop.call_later(0.4, hub.freeze, "b")
+        loop.call_later(20.0, hub.kill, "c")
+        await asyncio.gather(*readers)
+        return trace
+
+    first = in_memory(scenario, to_worker_s=0.001, to_router_s=0.002)
+    assert first == in_memory(scenario, to_worker_s=0.001, to_router_s=0.002)
+    assert len(first) > 30
+
+
+# --- real processes and sockets ---
+
+PEER = Path(__file__).with_name("wire_peer.py")
+
+
+@asynccontextmanager
+async def peer(*arguments: object) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A process of `wire_peer.py` and its first line."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PEER), *map(str, arguments), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        yield process, (await process.stdout.readline()).decode().strip()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def live(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(within(60, scenario))
+
+
+@pytest.mark.live
+def test_a_worker_killed_for_real_is_lost_after_its_last_token() -> None:
+    async def scenario() -> None:
+        wire = GrpcWire(WireSettings(heartbeat_s=20))  # far beyond this test: the broken connection tells
+        async with peer("worker", 20) as (process, address):
+            session = await wire.open(address)
+            await anext(session)
+            process.kill()
+            await lost(session)
+            with pytest.raises(WorkerLost):
+                session.send(CANCEL)
+            with pytest.raises(WorkerLost):
+                await wire.open(address)
+        await wire.close()
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_a_worker_stopped_for_real_is_lost_by_its_silence() -> None:
+    settings = WireSettings(heartbeat_s=0.3, connect_s=0.5)
+
+    async def scenario() -> None:
+        wire = GrpcWire(settings)
+        async with peer("worker", 0.3) as (process, address):
+            session = await wire.open(address)
+            await anext(session)
+            process.send_signal(signal.SIGSTOP)
+            await lost(session)
+            with pytest.raises(WorkerLost):
+                session.send(CANCEL)
+            with pytest.raises(WorkerLost):
+                await wire.open(address)
+            with pytest.raises(DeadlineExceeded):
+                await wire.status(address, 0.3)
+            process.send_signal(signal.SIGCONT)
+            assert (await wire.status(address, 30)).worker == "ticker"
+            again = await wire.open(address)
+            await anext(again)
+        await wire.close()
+
+    live(scenario())
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_router_killed_or_stopped_for_real_is_closed_once(how: signal.Signals) -> None:
+    async def scenario() -> None:
+        service = Recorder()
+        server = await serve(service, settings=WireSettings(heartbeat_s=0.3))
+        async with peer("router", 0.3, server.address) as (process, _):
+            await service.until(lambda: service.messages == [CANCEL])
+            process.send_signal(how)
+            await service.until(lambda: service.closes == service.ends)
+            assert len(service.closes) == 1
+        await server.close(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_a_router_that_stood_still_itself_does_not_blame_the_worker() -> None:
+    async def scenario() -> None:
+        wire = GrpcWire(WireSettings(heartbeat_s=0.5))
+        async with peer("worker", 2.0) as (_, address):
+            session = await wire.open(address)
+            for _ in range(3):
+                await anext(session)
+            time.sleep(2.0)  # noqa: ASYNC251 - a loop that is stuck is the case
+            for _ in range(300):
+                await anext(session)
+        await wire.close()
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_rubbish_from_a_raw_client_leaves_the_server_alive() -> None:
+    dice = random.Random(7)
+
+    async def scenario() -> None:
+        service = Recorder()
+        settings = WireSettings(message_bytes=1 << 20)
+        server = await serve(service, settings=settings)
+        host, _, port = server.address.rpartition(":")
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            for data in [b"\xff", b"\x80\x04\x95cos\nsystem\n", *(dice.randbytes(64) for _ in range(20))]:
+                call: Any = channel.stream_stream("/pdfleet.v1.Worker/Session")()
+                await call.write(data)
+                await call.done_writing()
+                await call.read()
+                assert await call.code() in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+            too_large: Any = channel.stream_stream("/pdfleet.v1.Worker/Session")()
+            await too_large.write(bytes(2 << 20))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await too_large.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            for path in ("Drain", "Nothing", "Session"):
+                call = channel.unary_unary(f"/pdfleet.v1.Worker/{path}")
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call(b"\xff\xff\xff")
+        for data in [b"GET / HTTP/1.1\r\n\r\n", dice.randbytes(1000)]:
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(data)
+        wire = GrpcWire(settings)
+        assert await wire.status(server.address, 30) == REPORT
+        session = await wire.open(server.address)
+        session.send(CANCEL)
+        await service.until(lambda: CANCEL in service.messages)
+        await wire.close()
+        await server.close(5)
+        assert len(service.closes) == len(service.ends)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_a_worker_that_speaks_rubbish_is_lost() -> None:
+    async def scenario() -> None:
+        async def session(_: object, context: Any) -> None:
+            await context.write(b"\xff")
+            await context.read()
+
+        async def answer(_: bytes, __: object) -> bytes:
+            return b"\xff"
+
+        server = grpc.aio.server()
+        rows = {
+            "Session": grpc.stream_stream_rpc_method_handler(session),
+            "Status": grpc.unary_unary_rpc_method_handler(answer),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdfleet.v1.Worker", rows),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        wire = GrpcWire()
+        assert "cannot be read" in (await lost(await wire.open(address))).message
+        with pytest.raises(Internal, match="cannot be read"):
+            await wire.status(address, 30)
+        with pytest.raises(Internal):
+            await wire.snapshot(address, 30)  # no such method there
+        await wire.close()
+        await server.stop(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_a_taken_port_is_an_error_and_loopback_is_the_default() -> None:
+    async def scenario() -> None:
+        first = await serve(Recorder(), advertise="worker.example")
+        host, _, port = first.address.rpartition(":")
+        assert host == "worker.example"
+        with pytest.raises(OSError, match=port):
+            await serve(Recorder(), port=int(port))
+        with socket.create_connection(("127.0.0.1", int(port))):
+            pass
+        await first.close(0)
+
+    live(scenario())
