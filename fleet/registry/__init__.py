@@ -12,10 +12,14 @@ class View:
     """All keys below a prefix, as of now: each item of a watch is the whole picture after a change.
 
     `live` is False while the registry cannot be reached: the picture is then the last one known.
+    `emptied` says that the keys that vanished with this item most likely did so because the registry
+    lost them, not because their owners died. In any case a vanished key is a suspicion, no proof: a
+    leader that stalls can revoke the leases of a healthy fleet. A member is gone when it does not answer.
     """
 
     values: dict[str, bytes]
     live: bool = True
+    emptied: bool = False
 
 
 class Lease(Protocol):

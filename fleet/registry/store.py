@@ -1,0 +1,76 @@
+"""What the registry needs of a key-value store with leases and watches; etcd has it, and so has memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class StoreAway(Exception):
+    """The store did not answer, or not with what was asked; the call may have happened all the same."""
+
+
+class LeaseGone(Exception):
+    """The store does not know this lease: it expired, was revoked, or the store lost its data."""
+
+
+class Compacted(Exception):
+    """The history from the asked revision on is not kept any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: str
+    value: bytes | None
+    """None: deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All keys below a prefix as they were at `revision`."""
+
+    values: dict[str, bytes]
+    revision: int
+    """Grows with every change, in one life of the store's data."""
+    cluster: int
+    """Another number is another store."""
+
+
+class Store(Protocol):
+    """Every call may raise `StoreAway`, may take for ever, and may be cancelled."""
+
+    async def grant(self, ttl_s: float) -> tuple[int, float]:
+        """A new lease and the seconds it was granted for."""
+        ...
+
+    async def keep_alive(self, lease: int) -> float:
+        """Seconds it stands from now on. Raises `LeaseGone`."""
+        ...
+
+    async def attached(self, lease: int) -> frozenset[str]:
+        """The keys that stand under the lease. Raises `LeaseGone`."""
+        ...
+
+    async def revoke(self, lease: int) -> None: ...
+
+    async def put(self, key: str, value: bytes, lease: int = 0) -> None:
+        """Raises `LeaseGone`."""
+        ...
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def delete(self, key: str) -> None: ...
+
+    async def list(self, prefix: str) -> Listing: ...
+
+    def watch(self, prefix: str, revision: int) -> AsyncGenerator[tuple[Change, ...], None]:
+        """Changes from `revision` on, those of one moment together. Never ends, and is never silently
+        dead: raises `StoreAway` or `Compacted`."""
+        ...
+
+    async def renew(self) -> None:
+        """The last call failed: go to the store another way, if there is one."""
+        ...
+
+    async def close(self) -> None: ...
