@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 
 import click
@@ -32,6 +33,8 @@ class InOrder(click.Group):
 )
 def main() -> None:
     """Run and operate a fleet that serves large language models, prefill and decode apart."""
+    # A command says what failed in its error; the libraries' own words beside it would say it twice.
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 @main.command()

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 
+from fleet.errors import BadRequest
 from fleet.registry import Registry
 from fleet.registry.etcd_registry import EtcdRegistry
+from fleet.settings import ControlSettings, load
 from fleet.wire import Wire
 from fleet.wire.rpc import GrpcWire
 
 
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """The settings of which an operator's command takes etcd's user, password and CA."""
+
+    control: ControlSettings = field(default_factory=ControlSettings)
+
+
 @contextlib.asynccontextmanager
-async def connected(etcd: str) -> AsyncIterator[tuple[Registry, Wire]]:
-    """To the etcd at HOST:PORT, and to whatever worker a card names."""
-    registry = EtcdRegistry(etcd)
+async def connected(etcd: str, own: bool = True) -> AsyncIterator[tuple[Registry, Wire]]:
+    """To the etcd at HOST:PORT, and to whatever worker a card names.
+
+    An etcd that is not the supervisor's `own` may want user, password and TLS: by the environment,
+    `PDFLEET_CONTROL_ETCD_USER` and so on, as for all processes.
+    """
+    try:
+        control = replace(load(_Environment, [], {} if own else os.environ).control, etcd=etcd)
+    except ValueError as error:
+        raise BadRequest(str(error), param="etcd") from None
+    registry = EtcdRegistry.of(control)
     wire = GrpcWire()
     try:
         yield registry, wire

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 import msgspec
@@ -28,16 +29,30 @@ ANSWER_S = 3.0
 """How long a worker or router may take to answer before it is shown as silent."""
 
 
-async def read_view(registry: Registry, fleet: str, etcd: str, limit_s: float = 5.0) -> View:
-    """All keys of the fleet now. Raises `Unavailable` when etcd does not answer."""
+async def wait_view(
+    registry: Registry, fleet: str, enough: Callable[[View], bool], limit_s: float
+) -> View | None:
+    """The first live view that is `enough`; None when none came in time."""
+    watch = registry.watch(f"/fleet/{fleet}/")
     try:
         async with asyncio.timeout(limit_s):
-            async for view in registry.watch(f"/fleet/{fleet}/"):
-                if view.live:
+            async for view in watch:
+                if view.live and enough(view):
                     return view
     except TimeoutError:
         pass
-    raise Unavailable(f"etcd at {etcd} does not answer; is the fleet up, and --etcd right?")
+    finally:
+        if isinstance(watch, AsyncGenerator):
+            await watch.aclose()
+    return None
+
+
+async def read_view(registry: Registry, fleet: str, etcd: str, limit_s: float = 5.0) -> View:
+    """All keys of the fleet now. Raises `Unavailable` when etcd does not answer."""
+    view = await wait_view(registry, fleet, lambda view: True, limit_s)
+    if view is None:
+        raise Unavailable(f"etcd at {etcd} does not answer; is the fleet up, and --etcd right?")
+    return view
 
 
 def cards_in(view: View, fleet: str) -> dict[str, WorkerCard]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import shutil
@@ -62,6 +63,8 @@ from fleetctl.words import (
     Stop,
     WorkerRow,
 )
+
+log = logging.getLogger(__name__)
 
 LAST_LINES = 15
 """Of a failed child's log, shown with the error."""
@@ -189,11 +192,11 @@ class Supervisor:
             raise self._failure
 
     def _prepare(self) -> None:
+        self._folder.fresh_logs()
         for orphan in self._folder.clear_orphans():
-            self._notice(Notice(orphan.name, "ended", f"left over from an earlier run, pid {orphan.pid}"))
+            self._say(orphan.name, "ended", f"left over from an earlier run, pid {orphan.pid}")
         # Cards of an earlier life would be leased anew by a restarted etcd, and look alive.
         shutil.rmtree(self._folder.path / "etcd", ignore_errors=True)
-        self._folder.fresh_logs()
 
     # -- the loop
 
@@ -242,18 +245,24 @@ class Supervisor:
         child = self._children[name] if again else Child(name, kind, Phase.STARTING, clock())
         command = [*self.plan.commands[kind], *self._flags(kind, name), *self.plan.flags.get(kind, ())]
         shim = [sys.executable, "-I", "-S", str(Path(exec_shim.__file__)), str(os.getpid())]
-        with self._folder.log(name).open("ab") as log:
-            log.write(f"{MARK} {time.strftime('%F %T')}: {' '.join(command)}\n".encode())
-            log.flush()
-            process = await asyncio.create_subprocess_exec(
-                *shim,
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(kind),
-                start_new_session=True,
-            )
+        try:
+            with self._folder.log(name).open("ab") as output:
+                output.write(f"{MARK} {time.strftime('%F %T')}: {' '.join(command)}\n".encode())
+                output.flush()
+                process = await asyncio.create_subprocess_exec(
+                    *shim,
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=_environment(kind),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            # No more processes, memory or disk for now: the same as a crash, and tried again like one.
+            self._say(name, "crash", f"cannot be started: {error}")
+            self._after_exit(replace(child, phase=Phase.STARTING), 1)
+            return
         self._say(name, "start", f"{why}; pid {process.pid}")
         self._children[name] = started(child, process.pid, clock())
         self._processes[name] = process
@@ -280,14 +289,17 @@ class Supervisor:
 
     async def _attend(self, name: str, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
+        self._after_exit(self._children[name], code)
+
+    def _after_exit(self, child: Child, code: int) -> None:
         now = asyncio.get_running_loop().time()
-        slot, why = exited(self._children[name], code, now, self.plan.policy, random.random(), self._closing)
-        self._say(name, "gone" if slot is None else "crash", why)
+        slot, why = exited(child, code, now, self.plan.policy, random.random(), self._closing)
+        self._say(child.name, "gone" if slot is None else "crash", why)
         if slot is None:
-            self._drop(name)
+            self._drop(child.name)
         else:
-            self._children[name] = slot
-            self._reports.pop(name, None)
+            self._children[child.name] = slot
+            self._reports.pop(child.name, None)
         self._changed.set()
 
     def _drop(self, name: str) -> None:
@@ -323,9 +335,10 @@ class Supervisor:
     def _fail(self, name: str, why: str) -> None:
         self._say(name, "failed", why)
         lines = self._folder.last_lines(name, LAST_LINES) or ["(it wrote nothing)"]
-        log = self._folder.log(name)
         self._failure = StartFailed(
-            "\n".join([f"{why}. The last lines of {log}:", *(f"    {line}" for line in lines)])
+            "\n".join(
+                [f"{why}. The last lines of {self._folder.log(name)}:", *(f"    {line}" for line in lines)]
+            )
         )
         self._closing = Closing.HURRIED
         self._changed.set()
@@ -439,6 +452,7 @@ class Supervisor:
 
     def _say(self, name: str, what: str, why: str) -> None:
         self._notes[name] = f"{what}: {why}"
+        log.info("%s %s: %s", name, what, why)
         self._notice(Notice(name, what, why))
 
     def _say_once(self, name: str, what: str, why: str) -> None:
@@ -528,7 +542,8 @@ class Supervisor:
 
 
 def _environment(kind: Kind) -> dict[str, str]:
-    env = dict(os.environ)
+    # Etcd and NATS are our own and given by flags: what names another fleet's must not reach them.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PDFLEET_CONTROL_ETCD")}
     if kind in WORKERS:
         # Several workers share the cores; what the user set stays.
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -15,7 +15,7 @@ from fleetctl.reconcile import victims
 from fleetctl.words import WORKERS, Child, Desired, FleetPicture, Kind, Phase
 
 if TYPE_CHECKING:
-    from fleet.registry import Registry
+    from fleet.registry import Registry, View
 
 LIMIT = click.option(
     "--limit", type=click.FloatRange(0), default=180.0, show_default=True, help="Longest to --wait, seconds."
@@ -40,7 +40,7 @@ async def _look(target: Target) -> FleetPicture:
     from fleetctl.connect import connected
     from fleetctl.picture import take_picture
 
-    async with connected(etcd) as (registry, wire):
+    async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
         return await take_picture(registry, wire, target.fleet, etcd, target.state())
 
 
@@ -92,7 +92,7 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
     from fleetctl.picture import take_picture
     from fleetctl.reconcile import format_desired
 
-    async with connected(etcd) as (registry, wire):
+    async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
         before = await take_picture(registry, wire, target.fleet, etcd, state)
         if before.desired is None and len(counts) < len(WORKERS):
             raise BadRequest("no counts are set yet: give both, prefill=N and decode=M")
@@ -112,7 +112,7 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
             return
         await registry.put(desired_key(target.fleet), format_desired(new))
         if wait:
-            await _wait_settled(registry, target.fleet, new, {name for name, _ in leaving}, limit)
+            await _wait_settled(registry, target.fleet, new, limit)
         note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
         target.say(f"{'scaled' if wait else 'set'} {changes}{note}", **fields, settled=wait)
 
@@ -133,30 +133,27 @@ def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str,
     return [(child.name, why) for child, why in victims(have, len(have) - want)]
 
 
-async def _wait_settled(
-    registry: Registry, fleet: str, desired: Desired, leaving: set[str], limit_s: float
-) -> None:
-    from fleetctl.picture import cards_in
+async def _wait_settled(registry: Registry, fleet: str, desired: Desired, limit_s: float) -> None:
+    """Until as many as wanted are ready and nobody is on its way out."""
+    from fleetctl.picture import cards_in, wait_view
 
     have = ""
-    try:
-        async with asyncio.timeout(limit_s):
-            async for view in registry.watch(f"/fleet/{fleet}/"):
-                cards = cards_in(view, fleet).values()
-                ready = {
-                    kind: sum(card.role.value == kind.value and card.state == "ready" for card in cards)
-                    for kind in WORKERS
-                }
-                have = ", ".join(f"{kind} {count}/{desired.of(kind)}" for kind, count in ready.items())
-                right = all(ready[kind] == desired.of(kind) for kind in WORKERS)
-                if view.live and right and all(card.state == "ready" for card in cards):
-                    return
-    except TimeoutError:
-        pass
-    raise Unavailable(
-        f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
-        "see `fleetctl status` and `fleetctl logs`"
-    )
+
+    def settled(view: View) -> bool:
+        nonlocal have
+        cards = cards_in(view, fleet).values()
+        ready = {
+            kind: sum(card.role.value == kind.value and card.state == "ready" for card in cards)
+            for kind in WORKERS
+        }
+        have = ", ".join(f"{kind} {count}/{desired.of(kind)}" for kind, count in ready.items())
+        return all(ready[kind] == desired.of(kind) for kind in WORKERS) and sum(ready.values()) == len(cards)
+
+    if await wait_view(registry, fleet, settled, limit_s) is None:
+        raise Unavailable(
+            f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
+            "see `fleetctl status` and `fleetctl logs`"
+        )
 
 
 @click.command()
@@ -184,7 +181,7 @@ async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
     from fleetctl.connect import connected
     from fleetctl.picture import cards_in, read_view
 
-    async with connected(etcd) as (registry, wire):
+    async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
         cards = cards_in(await read_view(registry, target.fleet, etcd), target.fleet)
         if worker not in cards:
             known = ", ".join(cards) or "none"
@@ -198,14 +195,11 @@ async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
 
 
 async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: str, limit_s: float) -> None:
-    from fleetctl.picture import cards_in
+    from fleetctl.picture import cards_in, wait_view
 
-    try:
-        async with asyncio.timeout(limit_s):
-            async for view in registry.watch(f"/fleet/{fleet}/"):
-                card = cards_in(view, fleet).get(worker)
-                if view.live and (card is None or card.incarnation != incarnation):
-                    return
-    except TimeoutError:
-        pass
-    raise Unavailable(f"{worker} is still there after {limit_s:g} s; see `fleetctl logs {worker}`")
+    def gone(view: View) -> bool:
+        card = cards_in(view, fleet).get(worker)
+        return card is None or card.incarnation != incarnation
+
+    if await wait_view(registry, fleet, gone, limit_s) is None:
+        raise Unavailable(f"{worker} is still there after {limit_s:g} s; see `fleetctl logs {worker}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -125,6 +126,11 @@ def run_plan(plan: FleetPlan, target: Target, report_fd: int | None = None) -> N
                 if "ready" in event:
                     report.close()
 
+    # What the supervisor says and does is a log like any other; the terminal has the picture.
+    keep = logging.FileHandler(target.folder.log("supervisor"), delay=True)
+    keep.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(keep)
+    logging.getLogger().setLevel(logging.INFO)
     show = _View(target, plan, say)
     supervisor = Supervisor(plan, target.folder, show.notice)
     try:
@@ -223,7 +229,7 @@ def _detached(target: Target, options: list[str]) -> None:
 
     folder = target.folder
     folder.path.mkdir(parents=True, exist_ok=True)
-    own_log = folder.path / "supervisor.log"
+    own_log = folder.path / "detached.log"
     receive, send = os.pipe()
     command = [sys.executable, "-P", "-m", "fleetctl", "up", *options, "--report-fd", str(send)]
     command += ["--fleet", target.fleet, "--state-dir", str(folder.path)]

@@ -1,0 +1,308 @@
+"""The supervisor with real processes, etcd and NATS; workers are stand-ins without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetctl.state import StateFolder, alive
+from fleetctl.words import FleetState
+
+pytestmark = pytest.mark.live
+
+FAILS_AFTER_S = 90.0
+"""Nothing here takes so long; beyond, the test fails."""
+
+
+class Fleet:
+    """One supervised fleet, its lines, and the real command line on it."""
+
+    def __init__(self, state: Path, **given: Any) -> None:
+        self.folder = StateFolder(state)
+        self.control = state / "control"
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("standin_up.py")),
+            str(state),
+            json.dumps(given),
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """Reads on to the next line that matches."""
+        until = time.monotonic() + FAILS_AFTER_S
+        while True:
+            with contextlib.suppress(queue.Empty):
+                line = self._queue.get(timeout=max(0.01, until - time.monotonic()))
+                if line is None:
+                    break
+                self.lines.append(line)
+                if found := re.search(pattern, line):
+                    return found
+            if time.monotonic() > until:
+                break
+        pytest.fail("no line {!r} in:\n{}".format(pattern, "\n".join(self.lines)))
+
+    def run(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """The object that `fleetctl ARGUMENTS --json` prints."""
+        command = [
+            sys.executable,
+            "-m",
+            "fleetctl",
+            *arguments,
+            "--json",
+            "--state-dir",
+            str(self.folder.path),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FAILS_AFTER_S)
+        assert done.returncode == code, (done.stdout, done.stderr, self.lines)
+        found = json.loads(done.stdout)
+        assert isinstance(found, dict)
+        return found
+
+    def state(self) -> FleetState:
+        state = self.folder.read()
+        assert state is not None
+        return state
+
+    def pids(self, kind: str = "") -> dict[str, int]:
+        return {one.name: one.pid for one in self.state().children if one.pid and one.name.startswith(kind)}
+
+    def end(self) -> int:
+        self.process.terminate()
+        return self.ended()
+
+    def ended(self) -> int:
+        code = self.process.wait(FAILS_AFTER_S)
+        self._reader.join()
+        while (line := self._queue.get_nowait()) is not None:
+            self.lines.append(line)
+        return code
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    fleets: list[Fleet] = []
+
+    def start(prefill: int = 1, decode: int = 1, **given: Any) -> Fleet:
+        fleets.append(Fleet(tmp_path / "state", desired=[prefill, decode], **given))
+        return fleets[-1]
+
+    yield start
+    for fleet in fleets:
+        fleet.process.kill()
+        fleet.process.wait()
+        fleet._reader.join()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + FAILS_AFTER_S
+    while not condition():
+        assert time.monotonic() < end, "condition not met"
+        time.sleep(0.05)
+
+
+def test_up_scale_drain_crash_and_down(start: Callable[..., Fleet]) -> None:
+    fleet = start(prefill=1, decode=3)
+    fleet.line("fleet +ready")
+    fleet.line("curl http")
+
+    # Status tells of all of them.
+    status = fleet.run("status")
+    assert [row["role"] for row in status["workers"]] == ["prefill", "decode", "decode", "decode"]
+    assert {row["state"] for row in status["workers"]} == {"ready"}
+    assert status["router"]["state"] == "ready"
+    assert status["desired"] == {"prefill": 1, "decode": 3}
+    assert {row["id"]: row["pid"] for row in status["workers"]} == {
+        **fleet.pids("prefill"),
+        **fleet.pids("decode"),
+    }
+
+    # Scale-down ends exactly the least loaded one, and only after its drain.
+    before = fleet.pids()
+    one, two, three = (row["id"] for row in status["workers"] if row["role"] == "decode")
+    for name, load in ((one, 7), (two, 2), (three, 5)):
+        (fleet.control / f"{name}.load").write_text(str(load))
+    busy = fleet.control / f"{two}.busy"
+    busy.touch()
+    assert fleet.run("scale", "decode=2", "--dry-run")["drain"] == [two]
+    fleet.run("scale", "decode=2")
+    fleet.line(rf"{two} +stop .*least loaded, 2 requests")
+    until(lambda: "draining" in {row["state"] for row in fleet.run("status")["workers"]})
+    assert alive_pid(before[two])
+    busy.unlink()
+    fleet.line(rf"{two} +gone +left, exit code 0")
+    del before[two]
+    until(lambda: two not in fleet.pids())
+    assert fleet.pids() == before
+
+    # Scale-up starts new ones and leaves the others alone.
+    done = fleet.run("scale", "prefill=2", "--wait")
+    assert done["desired"] == {"prefill": 2, "decode": 2}
+    assert before.items() <= fleet.pids().items()
+    assert len(fleet.pids("prefill")) == 2
+
+    # A worker that an operator drains is replaced under another name.
+    assert fleet.run("drain", one, "--wait")["state"] == "left"
+    fleet.line(rf"{one} +gone")
+    until(lambda: len(fleet.pids("decode")) == 2 and one not in fleet.pids())
+    wrong = fleet.run("drain", "decode-nobody", code=1)
+    assert "decode-nobody" in wrong["error"]["message"]
+    assert three in wrong["error"]["message"]
+
+    # A worker that is killed comes back under its name, and serves again.
+    os.kill(fleet.pids()[three], signal.SIGKILL)
+    fleet.line(rf"{three} +crash +ended, SIGKILL; starts again")
+    fleet.line(rf"{three} +ready")
+
+    # So do the servers, on the same ports, and no worker is lost over it.
+    workers = fleet.pids("decode")
+    for server in ("nats", "etcd"):
+        address = getattr(fleet.state(), server)
+        os.kill(fleet.pids()[server], signal.SIGKILL)
+        fleet.line(rf"{server} +crash")
+        fleet.line(rf"{server} +ready")
+        assert getattr(fleet.state(), server) == address
+    assert fleet.run("scale", "decode=2", "--wait")["settled"]
+    assert fleet.pids("decode") == workers
+
+    # Down: the router first, etcd last, and nobody stays.
+    everybody = fleet.pids()
+    assert fleet.run("down")["was_up"]
+    assert fleet.ended() == 0
+    gone = [line.split()[1] for line in fleet.lines if " gone " in line][-len(everybody) :]
+    assert gone[0] == "router"
+    assert gone[-2:] == ["nats", "etcd"]
+    assert not any(alive_pid(pid) for pid in everybody.values())
+    assert fleet.folder.read() is None
+    assert fleet.run("down")["was_up"] is False
+
+
+def alive_pid(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_worker_that_crashes_before_it_is_ready_fails_the_start_with_its_last_lines(
+    start: Callable[..., Fleet],
+) -> None:
+    fleet = start(flags={"prefill": ["--behave", "crash"]}, policy={"back_off_s": 0.05})
+    assert fleet.ended() == 1
+    said = "\n".join(fleet.lines)
+    assert re.search(r"error: prefill-\w+ did not become ready \(3 failures in a row\)", said)
+    assert "    the weights are torn" in said
+    assert fleet.folder.read() is None
+
+
+def test_a_worker_that_never_becomes_ready_fails_the_start(start: Callable[..., Fleet]) -> None:
+    fleet = start(flags={"decode": ["--behave", "hang"]}, policy={"ready_limit_s": 4.0, "hurry_limit_s": 1.0})
+    assert fleet.ended() == 1
+    said = "\n".join(fleet.lines)
+    assert "not ready after 4 s" in said
+    assert re.search(r"error: decode-\w+ did not become ready", said)
+
+
+def test_settings_that_a_worker_refuses_are_an_error_at_once(start: Callable[..., Fleet]) -> None:
+    fleet = start(flags={"prefill": ["--no-such-setting=1"]})
+    assert fleet.ended() == 1
+    said = "\n".join(fleet.lines)
+    assert "there is no setting --no-such-setting" in said
+    assert len(re.findall(r"prefill-\w+ +start ", said)) == 1
+
+
+def test_one_that_hears_no_sigterm_is_killed(start: Callable[..., Fleet]) -> None:
+    fleet = start(flags={"decode": ["--behave", "deaf"]}, policy={"drain_limit_s": 0.5})
+    fleet.line("fleet +ready")
+    assert fleet.end() == 0
+    said = "\n".join(fleet.lines)
+    assert re.search(r"decode-\w+ +kill +still running 0.5 s after SIGTERM", said)
+
+
+def test_a_second_signal_hurries(start: Callable[..., Fleet]) -> None:
+    fleet = start(policy={"hurry_limit_s": 0.5})
+    fleet.line("fleet +ready")
+    (name,) = fleet.pids("decode")
+    (fleet.control / f"{name}.busy").touch()
+    fleet.process.send_signal(signal.SIGINT)
+    fleet.line(rf"{name} +stop")
+    fleet.process.send_signal(signal.SIGINT)
+    assert fleet.ended() == 0
+    assert re.search(rf"{name} +kill", "\n".join(fleet.lines))
+
+
+def test_a_frozen_worker_is_replaced(start: Callable[..., Fleet]) -> None:
+    fleet = start(policy={"silent_limit_s": 2.0}, flags={"decode": ["--control.lease-ttl-s", "1"]})
+    fleet.line("fleet +ready")
+    ((name, pid),) = fleet.pids("decode").items()
+    os.kill(pid, signal.SIGSTOP)
+    fleet.line(rf"{name} +kill +frozen")
+    fleet.line(rf"{name} +ready")
+    assert fleet.pids("decode")[name] != pid
+    assert fleet.end() == 0
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed_and_the_next_one_starts_clean(
+    start: Callable[..., Fleet],
+) -> None:
+    fleet = start()
+    fleet.line("fleet +ready")
+    second = start()
+    assert second.ended() == 1
+    assert "is up already" in "\n".join(second.lines)
+    children = fleet.state().children
+    fleet.process.kill()
+    fleet.ended()
+    until(lambda: not any(alive(child.pid, child.born) for child in children))
+    again = start()
+    again.line("fleet +ready")
+    assert {row["id"] for row in again.run("status")["workers"]}.isdisjoint(
+        {child.name for child in children}
+    )
+    assert again.end() == 0
+
+
+def test_counts_nobody_can_read_change_nothing(start: Callable[..., Fleet]) -> None:
+    import asyncio
+
+    from fleet.member import desired_key
+    from fleet.registry.etcd_registry import EtcdRegistry
+
+    fleet = start()
+    fleet.line("fleet +ready")
+    before = fleet.pids()
+
+    async def write(data: bytes) -> None:
+        registry = EtcdRegistry(fleet.state().etcd)
+        await registry.put(desired_key("default"), data)
+        await registry.close()
+
+    asyncio.run(write(b'{"prefill": 0}'))
+    fleet.line("desired +ignored .*no count for 'decode'")
+    asyncio.run(write(b'{"prefill": 2, "decode": 1}'))
+    fleet.line("desired +changed +prefill=2 decode=1")
+    fleet.line(r"prefill-\w+ +ready")
+    assert before.items() <= fleet.pids().items()
+    assert fleet.end() == 0
