@@ -74,7 +74,7 @@ class DecodeService:
             size = self._engine.layout.block_size
             proven = reservation.cached * size
             try:
-                pairs = lacking(ticket.tokens, size, reservation.blocks, reservation.cached)
+                pairs = lacking(reservation.blocks, reservation.cached, ticket.tokens, size)
                 self._counters["pull_hit_tokens"] += min(proven, ticket.tokens)
                 if pairs:
                     stream.started(Stage.PULL_STARTED)
