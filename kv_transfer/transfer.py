@@ -308,7 +308,8 @@ class Transfer:
     ) -> Pulled:
         if ticket.fingerprint != self.fingerprint:
             raise BadRequest(
-                f"fingerprint: {ticket.worker} has {ticket.fingerprint}, {self.worker} has {self.fingerprint}",
+                f"fingerprint: {ticket.worker} has {ticket.fingerprint}, "
+                f"{self.worker} has {self.fingerprint}",
                 param="fingerprint",
             )
         chunks = plan_pull(
@@ -335,19 +336,21 @@ class Transfer:
         budget = self._budgets.setdefault(key, _Budget(self.settings.in_flight_bytes))
         budget.users += 1
         try:
-            if len(chunks) == 1:
-                await self._read(connection, ticket.lease, chunks[0], budget)
-                return
+            # Not a TaskGroup: until Python 3.13 it can swallow a cancel that meets a failure.
+            reads = [
+                asyncio.create_task(self._read(connection, ticket.lease, chunk, budget)) for chunk in chunks
+            ]
             try:
-                async with asyncio.TaskGroup() as group:
-                    for chunk in chunks:
-                        group.create_task(self._read(connection, ticket.lease, chunk, budget))
-            except BaseExceptionGroup as failed:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise asyncio.CancelledError from None  # the group forgets it when a read fails too
-                # One reason is enough: the others are its consequence.
-                raise failed.exceptions[0] from None
+                if reads:
+                    await asyncio.wait(reads, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for read in reads:
+                    read.cancel()
+                await finish(_all_ended(reads))
+            # One reason is enough: the others are its consequence.
+            for read in reads:
+                if not read.cancelled():
+                    read.result()
         finally:
             budget.users -= 1
             if not budget.users:
@@ -440,6 +443,11 @@ class Transfer:
         for lease in list(self._sealed):
             self._ended(self._table.release(lease, "aborted"))
         self._threads.shutdown(wait=False)
+
+
+async def _all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 class _Budget:

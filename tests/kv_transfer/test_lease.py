@@ -1,0 +1,187 @@
+"""The lease table: ends exactly once, never under a read, in the order of actual expiry."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fleet.errors import LeaseExpired
+from fleet.ids import LeaseId
+from kv_transfer.lease import LeaseTable
+
+
+def lease(name: object) -> LeaseId:
+    return LeaseId(str(name))
+
+
+def test_renewing_the_first_lease_does_not_strand_the_later_ones() -> None:
+    table = LeaseTable()
+    for number in range(5):
+        table.grant(lease(number), [number], now=0.0, duration_s=10.0)
+    for now in (3.0, 6.0, 9.0):
+        table.renew(lease(0), now, 10.0)
+    swept = table.expire(10.0)
+    assert {ended.lease for ended in swept.ended} == {lease(number) for number in range(1, 5)}
+    assert all(ended.why == "expired" for ended in swept.ended)
+    assert table.next_expiry() == 19.0
+    assert table.pinned == 1
+    table.validate()
+
+
+def test_a_read_holds_the_blocks_past_expiry_and_is_told() -> None:
+    table = LeaseTable()
+    table.grant(lease("a"), [3, 4], 0.0, 1.0)
+    assert table.begin_read(lease("a"), [1, 0], 0.5) == (4, 3)
+    swept = table.expire(1.0)
+    assert swept.ended == ()
+    assert swept.overdue == (lease("a"),)
+    with pytest.raises(LeaseExpired, match="expired"):
+        table.begin_read(lease("a"), [0], 1.0)
+    assert table.pinned == 2
+    why, ended = table.end_read(lease("a"), 1.1)
+    assert why == "expired"
+    assert ended is not None
+    assert ended.blocks == (3, 4)
+    assert table.pinned == 0
+    table.validate()
+
+
+def test_release_with_a_frozen_reader_becomes_overdue_at_expiry() -> None:
+    table = LeaseTable()
+    table.grant(lease("a"), [1], 0.0, 5.0)
+    table.begin_read(lease("a"), [0], 1.0)
+    assert table.release(lease("a")) is None
+    table.validate()
+    assert table.next_expiry() == 5.0
+    assert table.expire(5.0).overdue == (lease("a"),)
+
+
+def test_an_unswept_but_expired_lease_is_refused() -> None:
+    table = LeaseTable()
+    table.grant(lease("a"), [1], 0.0, 5.0)
+    with pytest.raises(LeaseExpired, match="expired"):
+        table.begin_read(lease("a"), [0], 5.0)
+    with pytest.raises(LeaseExpired, match="expired"):
+        table.renew(lease("a"), 5.0, 5.0)
+
+
+def test_a_late_reader_is_told_why() -> None:
+    table = LeaseTable()
+    table.grant(lease("a"), [1], 0.0, 5.0)
+    table.release(lease("a"), "released by decode")
+    with pytest.raises(LeaseExpired, match="released by decode"):
+        table.begin_read(lease("a"), [0], 1.0)
+    with pytest.raises(LeaseExpired, match="unknown"):
+        table.begin_read(lease("b"), [0], 1.0)
+
+
+@pytest.mark.parametrize("blocks", [[], [1, 1], [-1]])
+def test_blocks_are_checked(blocks: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"block"):
+        LeaseTable().grant(lease("a"), blocks, 0.0, 5.0)
+
+
+def test_positions_are_checked_before_anything_is_pinned() -> None:
+    table = LeaseTable()
+    table.grant(lease("a"), [7], 0.0, 5.0)
+    for position in (1, -1):
+        with pytest.raises(IndexError, match="outside the 1 blocks"):
+            table.begin_read(lease("a"), [position], 0.0)
+    assert table.reads == 0
+
+
+class Leases(RuleBasedStateMachine):
+    """Against the plain truth: a lease ends once, at its own time, when unread; a shared block stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable()
+        self.now = 0.0
+        self.made = 0
+        self.ends: dict[LeaseId, float] = {}
+        self.blocks: dict[LeaseId, list[int]] = {}
+        self.reads: dict[LeaseId, int] = {}
+        self.revoked: set[LeaseId] = set()
+        self.over: set[LeaseId] = set()
+
+    def finish(self, name: LeaseId) -> None:
+        assert name not in self.over, "ended twice"
+        assert name in self.revoked
+        assert not self.reads[name]
+        self.over.add(name)
+        del self.ends[name]
+
+    @rule(blocks=st.sets(st.integers(0, 9), min_size=1), duration=st.floats(0.1, 10.0))
+    def grant(self, blocks: set[int], duration: float) -> None:
+        self.made += 1
+        name = lease(self.made)
+        self.table.grant(name, sorted(blocks), self.now, duration)
+        self.ends[name] = self.now + duration
+        self.blocks[name] = sorted(blocks)
+        self.reads[name] = 0
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data(), duration=st.floats(0.1, 10.0))
+    def renew(self, data: st.DataObject, duration: float) -> None:
+        name = data.draw(st.sampled_from(sorted(self.ends)))
+        if name in self.revoked or self.now >= self.ends[name]:
+            with pytest.raises(LeaseExpired):
+                self.table.renew(name, self.now, duration)
+        else:
+            self.ends[name] = max(self.ends[name], self.now + duration)
+            assert self.table.renew(name, self.now, duration) == self.ends[name] - self.now
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.ends)))
+        if name in self.revoked or self.now >= self.ends[name]:
+            with pytest.raises(LeaseExpired):
+                self.table.begin_read(name, [0], self.now)
+        else:
+            assert self.table.begin_read(name, [0], self.now) == (self.blocks[name][0],)
+            self.reads[name] += 1
+
+    @precondition(lambda self: any(self.reads.values()))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(name for name, count in self.reads.items() if count)))
+        self.reads[name] -= 1
+        why, ended = self.table.end_read(name, self.now)
+        assert bool(why) == (name in self.revoked or self.now >= self.ends[name])
+        assert (ended is not None) == (name in self.revoked and not self.reads[name])
+        if ended is not None:
+            self.finish(name)
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = lease(data.draw(st.integers(1, self.made)))
+        if name not in self.over:
+            self.revoked.add(name)
+        ended = self.table.release(name)
+        if ended is not None:
+            self.finish(name)
+
+    @rule(seconds=st.floats(0.0, 6.0))
+    def sweep(self, seconds: float) -> None:
+        self.now += seconds
+        due = {name for name, end in self.ends.items() if end <= self.now}
+        swept = self.table.expire(self.now)
+        self.revoked |= due
+        for ended in swept.ended:
+            self.finish(ended.lease)
+        assert not any(not self.reads[name] for name in due if name not in self.over), "a dead lease was left"
+        assert set(swept.overdue) <= due
+
+    @invariant()
+    def holds(self) -> None:
+        self.table.validate()
+        assert len(self.table) == len(self.ends)
+        assert self.table.pinned == len({block for name in self.ends for block in self.blocks[name]})
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
