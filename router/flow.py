@@ -62,7 +62,8 @@ class Flow:
         self.records = Records(settings.flow.records)
         self.counters: Counter[str] = Counter()
         """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
-        `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `refusals`, `failovers`."""
+        `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `refusals` and
+        `failovers`."""
         self._change = asyncio.Event()
 
     def start(self, request: Request, timeline: Timeline) -> Run:

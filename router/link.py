@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -166,7 +167,7 @@ class Link:
         return stream
 
     def drop(self, stream: Stream, reason: CancelReason) -> None:
-        """Nobody reads it any more: cancels it if the worker still has it; a lease that came unread is let go.
+        """Nobody reads it any more: cancelled if the worker still has it; a lease that came unread is let go.
 
         Idempotent.
         """
@@ -175,10 +176,8 @@ class Link:
                 self.release(said.ticket.lease)
         if self._streams.pop(stream.number, None) is not None and not stream.over:
             stream.over = True
-            try:
+            with contextlib.suppress(WorkerLost):  # A worker cancels all that a lost session held.
                 self._send(Cancel(stream.number, reason))
-            except WorkerLost:
-                pass  # The worker cancels all that a lost session held.
 
     def release(self, lease: LeaseId) -> None:
         """Now, or when the session is open again."""

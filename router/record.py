@@ -35,7 +35,7 @@ _NEXT: dict[HandoffState, frozenset[HandoffState]] = {
     HandoffState.FAILED: frozenset(),
     HandoffState.RELEASED: frozenset(),
 }
-"""Back to READY: the decode worker was lost, the lease stands. Back to RESERVED: all is to be computed again."""
+"""Back to READY: the decode worker was lost, the lease stands. Back to RESERVED: all is computed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,10 +159,16 @@ class Roster:
     # -- what happens
 
     def apply_view(
-        self, cards: Mapping[WorkerId, WorkerCard], *, live: bool = True, refused: Mapping[WorkerId, str] = {}
+        self,
+        cards: Mapping[WorkerId, WorkerCard],
+        *,
+        live: bool = True,
+        emptied: bool = False,
+        refused: Mapping[WorkerId, str] = {},
     ) -> Change:
         """The registry's whole picture. Not `live`: the last one known, in which absence means nothing.
 
+        `emptied`: the registry itself saw many keys vanish at once.
         `refused` are listed workers whose card could not be read, and why.
         """
         self.refused = dict(refused)
@@ -181,17 +187,19 @@ class Roster:
             self._workers[id] = Standing(card)
             self._refresh(self._workers[id])
             joined.append(card)
-        doubted = self._absent(cards, left) if live else ()
+        doubted = self._absent(cards, left, emptied) if live else ()
         self._pools.clear()
         return Change(tuple(joined), tuple(left), doubted)
 
-    def _absent(self, cards: Mapping[WorkerId, WorkerCard], left: list[WorkerCard]) -> tuple[WorkerId, ...]:
+    def _absent(
+        self, cards: Mapping[WorkerId, WorkerCard], left: list[WorkerCard], emptied: bool
+    ) -> tuple[WorkerId, ...]:
         """Drops the workers that are not listed any more, unless so many went at once that it is the
         registry that is to be doubted (emptied, or all leases revoked by a stalled leader)."""
         gone = [w for w in self._workers.values() if w.id not in cards or w.id in self.refused]
         vanished = [w for w in gone if w.listed and w.id not in self.refused]
         before = sum(w.listed for w in self._workers.values())
-        suspect = len(vanished) > self._mass_share * before
+        suspect = emptied or len(vanished) > self._mass_share * before
         doubted: list[WorkerId] = []
         for worker in gone:
             alive = worker.link is LinkState.UP and worker.card.state is MemberState.READY

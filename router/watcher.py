@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
-from fleet.bus import Bus
+from fleet.bus import Bus, Subscription
 from fleet.card_codec import decode_card
 from fleet.errors import FleetError
 from fleet.events import KvEvents, LoadReport, kv_subject, load_subject
@@ -104,7 +105,7 @@ class Router:
             else:
                 cards[card.id] = card
         before = self.roster.refused
-        change = self.roster.apply_view(cards, live=view.live, refused=refused)
+        change = self.roster.apply_view(cards, live=view.live, emptied=view.emptied, refused=refused)
         for worker, why in self.roster.refused.items():
             if before.get(worker) != why:
                 log.error("worker %s is refused: %s", worker, why)
@@ -147,7 +148,7 @@ class Router:
 
     # -- bus
 
-    async def _follow_events(self, subscription: Any) -> None:
+    async def _follow_events(self, subscription: Subscription) -> None:
         async for message in subscription:
             self.counters["kv_messages"] += 1
             try:
@@ -161,7 +162,7 @@ class Router:
         if self.index.apply(events) is Outcome.UNPROVEN:
             self._unproven(events.worker)
 
-    async def _follow_loads(self, subscription: Any) -> None:
+    async def _follow_loads(self, subscription: Subscription) -> None:
         async for message in subscription:
             self.counters["load_messages"] += 1
             try:
@@ -241,6 +242,6 @@ class Router:
                 self._ask(standing.card)
             self.index.tidy(loop.time())
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "the router does not run"
         return self._tasks.create_task(work)

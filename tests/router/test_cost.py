@@ -1,0 +1,184 @@
+"""The choice of a worker and its reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from scripted_worker import card, report
+
+from fleet.ids import RequestId, WorkerId
+from fleet.member import Role, WorkerCard
+from router.cost import Ask, Choice, choose_decode, choose_prefill
+from router.roster import LinkState, Pool, Roster
+from router.settings import CostSettings, UnknownSettings
+
+COST = CostSettings()
+PREFILL = [card(f"p{n}", Role.PREFILL) for n in range(1, 4)]
+DECODE = [card(f"d{n}") for n in range(1, 4)]
+
+
+def fleet(*cards: WorkerCard, loads: Mapping[str, Mapping[str, object]] = {}, unknown: str = "") -> Roster:
+    made = Roster(UnknownSettings())
+    made.apply_view({c.id: c for c in cards})
+    for c in cards:
+        made.apply_link(c.id, c.incarnation, LinkState.UP)
+        if c.id != unknown:
+            made.apply_load(report(c, **loads.get(c.id, {})), 0.0)
+    return made
+
+
+def pool(of: Roster) -> Pool:
+    (made,) = of.pools("m")
+    return made
+
+
+def ask(tokens: int = 1000, matched: Mapping[str, int] = {}, tie: int = 0, **fields: object) -> Ask:
+    return Ask(tokens, {WorkerId(w): n for w, n in matched.items()}, tie, **fields)  # type: ignore[arg-type]
+
+
+def chosen(choice: Choice | None) -> Choice:
+    assert choice is not None
+    return choice
+
+
+def test_the_reason_names_queue_cache_and_transfer() -> None:
+    made = pool(fleet(PREFILL[0], DECODE[0], loads={"p1": {"queued_tokens": 10}, "d1": {"running": 2}}))
+    choice = chosen(choose_prefill(made, ask(768, {"p1": 32}), COST))
+    assert choice.why.startswith("10 queued tokens, 32/48 blocks cached, 1 of 2 near ")
+    assert (choice.worker, choice.local, choice.tokens) == ("p1", False, 256)
+    choice = chosen(choose_decode(made, ask(768, {"d1": 32}), COST, ticket=True))
+    assert choice.why.startswith("0 queued tokens, 32/48 blocks cached, 2 sequences, transfer 0.1 ms")
+    assert (choice.worker, choice.tokens, choice.blocks) == ("d1", 0, 17)
+
+
+def test_cached_blocks_draw_a_prompt_until_the_queue_outweighs_them() -> None:
+    idle = pool(fleet(*PREFILL, *DECODE))
+    assert all(
+        chosen(choose_prefill(idle, ask(4000, {"p2": 200}, tie), COST)).worker == "p2" for tie in range(9)
+    )
+    busy = pool(fleet(*PREFILL, *DECODE, loads={"p2": {"queued_tokens": 8000}}))
+    assert chosen(choose_prefill(busy, ask(4000, {"p2": 200}), COST)).worker != "p2"
+
+
+def test_measured_speed_counts() -> None:
+    made = pool(fleet(PREFILL[0], PREFILL[1], DECODE[0], loads={"p1": {"prefill_tokens_s": 2000.0}}))
+    assert {chosen(choose_prefill(made, ask(tie=tie), COST)).worker for tie in range(9)} == {"p2"}
+
+
+def test_idle_equals_share() -> None:
+    made = pool(fleet(*PREFILL, *DECODE, loads={"p3": {"prefill_tokens_s": 10_300.0}}))
+    picks = Counter(chosen(choose_prefill(made, ask(tie=tie), COST)).worker for tie in range(300))
+    assert set(picks) == {"p1", "p2", "p3"}
+    assert max(picks.values()) <= 110
+    picks = Counter(chosen(choose_decode(made, ask(tie=tie), COST, ticket=True)).worker for tie in range(300))
+    assert max(picks.values()) <= 110
+    once = [chosen(choose_prefill(made, ask(tie=7), COST)).worker for _ in range(3)]
+    assert len(set(once)) == 1, "the same request always goes the same way"
+
+
+def test_a_short_uncached_part_is_computed_by_the_decode_worker() -> None:
+    made = pool(fleet(PREFILL[0], DECODE[0]))
+    short = chosen(choose_prefill(made, ask(20), COST))
+    assert (short.worker, short.local) == ("d1", True)
+    assert "computes 20 tokens itself" in short.why
+    assert not chosen(choose_prefill(made, ask(1000), COST)).local
+    again = chosen(choose_prefill(made, ask(1000, {"d1": 61}), COST))
+    assert (again.local, again.tokens) == (True, 24)
+    never = replace(COST, local_prefill_tokens=0)
+    assert not chosen(choose_prefill(made, ask(20), never)).local
+
+
+def test_without_prefill_workers_decode_workers_do_it_all() -> None:
+    made = pool(fleet(*DECODE, loads={"d1": {"queued_tokens": 9000}, "d2": {"running": 40}}))
+    choice = chosen(choose_prefill(made, ask(3000), COST))
+    assert (choice.worker, choice.local) == ("d3", True)
+    assert "no prefill worker" in choice.why
+
+
+def test_a_far_slower_prefill_pool_is_passed_over() -> None:
+    made = pool(fleet(PREFILL[0], DECODE[0], loads={"p1": {"queued_tokens": 60_000}}))
+    assert chosen(choose_prefill(made, ask(1000), COST)).local
+
+
+def test_a_decode_worker_is_chosen_by_load_memory_and_what_it_lacks() -> None:
+    made = pool(fleet(*DECODE, loads={"d1": {"running": 30}, "d2": {"blocks_free": 3}}))
+    assert {chosen(choose_decode(made, ask(tie=t), COST, ticket=True)).worker for t in range(9)} == {"d3"}
+    slow = {f"d{n}": {"pull_bytes_s": 1e6} for n in (1, 2, 3)}
+    made = pool(fleet(*DECODE, loads=slow))
+    choices = [chosen(choose_decode(made, ask(4000, {"d2": 240}, t), COST, ticket=True)) for t in range(9)]
+    assert {c.worker for c in choices} == {"d2"}
+    full = pool(fleet(DECODE[0], loads={"d1": {"blocks_free": 3}}))
+    assert "only 3 blocks free" in chosen(choose_decode(full, ask(), COST, ticket=True)).why
+
+
+def test_an_unknown_load_is_neither_best_nor_out() -> None:
+    made = pool(fleet(PREFILL[0], PREFILL[1], DECODE[0], unknown="p1"))
+    assert {chosen(choose_prefill(made, ask(tie=t), COST)).worker for t in range(9)} == {"p2"}
+    made = pool(fleet(PREFILL[0], DECODE[0], unknown="p1"))
+    choice = chosen(choose_prefill(made, ask(), replace(COST, local_advantage=100)))
+    assert (choice.worker, choice.why[:12]) == ("p1", "load unknown")
+
+
+def test_who_failed_it_or_cannot_hold_it_is_not_chosen() -> None:
+    small = card("p2", Role.PREFILL, max_tokens=500)
+    made = pool(fleet(PREFILL[0], small, DECODE[0]))
+    assert {chosen(choose_prefill(made, ask(tie=t), COST)).worker for t in range(9)} == {"p1"}
+    choice = chosen(choose_prefill(made, ask(avoid={PREFILL[0].incarnation}), COST))
+    assert choice.worker == "d1"
+    assert choose_decode(made, ask(avoid={DECODE[0].incarnation}), COST, ticket=True) is None
+    assert choose_prefill(made, ask(9999), COST) is None
+
+
+def test_many_routers_with_one_picture_do_not_all_run_to_the_best() -> None:
+    cards = [card(f"p{n}", Role.PREFILL) for n in range(8)]
+    loads = {c.id: {"queued_tokens": 2000} for c in cards[1:]}
+    routers = [fleet(*cards, DECODE[0], loads=loads) for _ in range(16)]
+    picks: Counter[str] = Counter()
+    for number in range(160):
+        router = routers[number % 16]
+        tie = number * 0x9E3779B97F4A7C15 % 2**64
+        choice = chosen(choose_prefill(pool(router), ask(1000, tie=tie, routers=16), COST))
+        router.sent(choice.worker, RequestId(f"r{number}"), choice.tokens, choice.blocks)
+        picks[choice.worker] += 1
+    assert picks["p0"] > 20, "it is the best, and is taken more often"
+    assert picks["p0"] <= 56
+    assert min(picks[c.id] for c in cards) > 5
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 1.0])
+def test_a_shared_prefix_keeps_affinity_when_idle_and_is_spread_under_load(gap_s: float) -> None:
+    """Workers serve their queues in turn, 10,000 tokens a second; all prompts share 1,600 tokens."""
+    cards = [card(f"p{n}", Role.PREFILL, max_tokens=100_000) for n in range(8)]
+    roster = fleet(*cards, DECODE[0])
+    cost = replace(COST, local_advantage=1e9)
+    shared, own, speed = 100, 25, 10_000.0
+    warm = {cards[0].id}
+    free_at = dict.fromkeys((c.id for c in cards), 0.0)
+    work: Counter[str] = Counter()
+    running: list[tuple[float, WorkerId, RequestId]] = []
+    picks: Counter[str] = Counter()
+    hits = 0
+    for number in range(200):
+        now = number * gap_s
+        for ended in [run for run in running if run[0] <= now]:
+            running.remove(ended)
+            roster.settle(ended[1], ended[2])
+            warm.add(ended[1])
+        tokens = (shared + own) * 16
+        matched = dict.fromkeys(warm, shared)
+        choice = chosen(choose_prefill(pool(roster), Ask(tokens, matched, number * 7919), cost))
+        request = RequestId(f"r{number}")
+        roster.sent(choice.worker, request, choice.tokens, choice.blocks)
+        free_at[choice.worker] = max(now, free_at[choice.worker]) + choice.tokens / speed
+        running.append((free_at[choice.worker], choice.worker, request))
+        work[choice.worker] += choice.tokens
+        picks[choice.worker] += 1
+        hits += choice.worker in warm
+    if gap_s:
+        assert picks == {cards[0].id: 200}, "idle: the warm worker is always the fastest"
+    else:
+        assert max(work.values()) <= 1.5 * sum(work.values()) / len(cards)
+        assert hits > 25

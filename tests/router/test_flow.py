@@ -1,0 +1,718 @@
+"""The way of a request through the fleet, in virtual time, over scripted workers: every token once, one end,
+and nothing left behind on either leg, whatever fails and whenever it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import pytest
+from scripted_worker import PRINT, Script, ScriptedWorker, answer, card, request
+
+from fleet import virtual_time
+from fleet.bus.memory import BusHub
+from fleet.card_codec import encode_card
+from fleet.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    FleetError,
+    Internal,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
+from fleet.events import kv_subject, load_subject
+from fleet.handoff import CancelReason, DecodeJob, PrefillJob
+from fleet.ids import WorkerId
+from fleet.member import Role, WorkerCard, worker_key
+from fleet.registry.memory import RegistryHub
+from fleet.request import FinishReason, Request, Sampling
+from fleet.stages import Stage, Timeline
+from fleet.wire.codec import encode_kv_events, encode_load_report
+from fleet.wire.memory import MemoryHub
+from fleet.wire.session import WireSettings
+from router.record import HandoffState
+from router.run import RunEnd, RunToken
+from router.settings import CostSettings, FlowSettings, RouterSettings
+from router.watcher import Router
+
+T = TypeVar("T")
+
+REMOTE = RouterSettings(cost=CostSettings(local_prefill_tokens=0, local_advantage=1e9))
+"""Prompts go to prefill workers while there are any."""
+
+
+@dataclass
+class Fleet:
+    """A router and scripted workers on memory plumbing."""
+
+    settings: RouterSettings = REMOTE
+    wire: MemoryHub = field(default_factory=lambda: MemoryHub(WireSettings(heartbeat_s=0.5)))
+    registry: RegistryHub = field(default_factory=RegistryHub)
+    bus: BusHub = field(default_factory=BusHub)
+    workers: dict[WorkerId, ScriptedWorker] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    reporting: dict[WorkerId, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def start(self) -> Fleet:
+        self.router = Router(self.settings, "f", self.registry.registry(), self.bus.bus(), self.wire.wire())
+        self.tasks.append(asyncio.create_task(self.router.run()))
+        return self
+
+    async def add(self, of: WorkerCard, script: Script | None = None) -> ScriptedWorker:
+        worker = ScriptedWorker(of, script)
+        bus = self.bus.bus()
+
+        async def tell() -> None:
+            while True:
+                await bus.publish(load_subject("f", of.id), encode_load_report(worker.status()))
+                await asyncio.sleep(0.25)
+
+        def publish(events: Any) -> None:
+            self.tasks.append(
+                asyncio.create_task(bus.publish(kv_subject("f", of.id), encode_kv_events(events)))
+            )
+
+        worker.publish = publish
+        worker.die = lambda: self.kill(of.id)
+        self.wire.serve(worker, of.address)
+        self.workers[of.id] = worker
+        self.reporting[of.id] = asyncio.create_task(tell())
+        self.registry.put(worker_key("f", of.id), encode_card(of), 0)
+        return worker
+
+    def kill(self, worker: WorkerId) -> None:
+        """As SIGKILL: the registry does not know yet."""
+        self.wire.kill(self.workers[worker].card.address)
+        self.reporting[worker].cancel()
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not what():
+                await asyncio.sleep(0.01)
+
+    async def settle(self) -> None:
+        """Longer than anything is under way, shorter than any limit."""
+        await asyncio.sleep(2.0)
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request, on any process."""
+        flow = self.router.flow
+        assert len(flow.admission) == 0
+        assert flow.records.running == ()
+        assert all(record.ended for record in flow.records.ended)
+        ends = sum(
+            n for name, n in flow.counters.items() if name.startswith(("finished_", "failed_", "canc"))
+        )
+        assert ends == flow.counters["requests"]
+        for worker in self.router.roster.workers():
+            assert not worker.sent
+        for link in self.router.links.values():
+            assert len(link) == 0
+        for worker in self.workers.values():
+            if worker.card.id in self.router.links:
+                assert not worker.running, f"{worker.card.id} still works"
+                assert not worker.leases, f"{worker.card.id} still holds leases"
+        self.router.index.validate()
+
+    async def stop(self) -> None:
+        for task in (*self.tasks, *self.reporting.values()):
+            task.cancel()
+        await asyncio.gather(*self.tasks, *self.reporting.values(), return_exceptions=True)
+
+
+def in_fleet(
+    body: Callable[[Fleet], Coroutine[Any, Any, T]],
+    *,
+    prefill: tuple[Script, ...] = (Script(),),
+    decode: tuple[Script, ...] = (Script(),),
+    settings: RouterSettings = REMOTE,
+) -> T:
+    async def whole() -> T:
+        fleet = await Fleet(settings).start()
+        try:
+            for n, script in enumerate(prefill, 1):
+                await fleet.add(card(f"p{n}", Role.PREFILL), script)
+            for n, script in enumerate(decode, 1):
+                await fleet.add(card(f"d{n}"), script)
+            await fleet.until(
+                lambda: (
+                    sum(w.usable and w.report is not None for w in fleet.router.roster.workers())
+                    == len(prefill) + len(decode)
+                )
+            )
+            return await body(fleet)
+        finally:
+            await fleet.stop()
+
+    return virtual_time.run(whole(), horizon_s=3600)
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    ends: list[RunEnd] = field(default_factory=list)
+    error: FleetError | None = None
+    timeline: Timeline = field(default_factory=lambda: Timeline(0.0))
+
+    @property
+    def end(self) -> RunEnd:
+        assert self.error is None, self.error
+        (end,) = self.ends
+        return end
+
+
+async def ask(
+    fleet: Fleet, of: Request, *, stop_after: int | None = None, reason: CancelReason = CancelReason.CLIENT
+) -> Answer:
+    got = Answer(timeline=Timeline(asyncio.get_running_loop().time()))
+    run = fleet.router.flow.start(of, got.timeline)
+    try:
+        async for event in run:
+            match event:
+                case RunToken(token):
+                    assert not got.ends
+                    got.tokens.append(token)
+                    if len(got.tokens) == stop_after:
+                        await run.stop(reason)
+                case RunEnd():
+                    got.ends.append(event)
+    except FleetError as error:
+        got.error = error
+    finally:
+        await run.stop(CancelReason.CLIENT)
+    assert got.tokens == [answer(n) for n in range(len(got.tokens))], "a token was lost or repeated"
+    assert (got.error is None) == (len(got.ends) == 1), "one end"
+    return got
+
+
+async def ask_and_settle(fleet: Fleet, of: Request, **how: Any) -> Answer:
+    got = await ask(fleet, of, **how)
+    await fleet.settle()
+    fleet.check_idle()
+    return got
+
+
+def test_prefill_then_decode_with_the_ticket() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request(prompt=100, max_tokens=8))
+        assert len(got.tokens) == 8
+        assert got.end.finish is FinishReason.LENGTH
+        assert (got.end.usage.prompt_tokens, got.end.usage.completion_tokens) == (100, 8)
+        (prefill,), (decode,) = fleet.workers[WorkerId("p1")].jobs, fleet.workers[WorkerId("d1")].jobs
+        assert isinstance(prefill, PrefillJob)
+        assert isinstance(decode, DecodeJob)
+        assert decode.ticket is not None
+        assert decode.generated == (answer(0),)
+        assert fleet.workers[WorkerId("p1")].releases == [decode.ticket.lease]
+        marks = got.timeline.marks
+        order = [
+            Stage.PREFILL_SENT,
+            Stage.PREFILL_STARTED,
+            Stage.FIRST_TOKEN,
+            Stage.DECODE_SENT,
+            Stage.PULL_STARTED,
+            Stage.PULL_ENDED,
+            Stage.SECOND_TOKEN,
+            Stage.ENDED,
+        ]
+        assert [marks[stage] for stage in order] == sorted(marks[stage] for stage in order)
+        told = fleet.router.explain(request().id)
+        assert told is not None
+        assert [step["state"] for step in told["transitions"]] == [
+            "reserved",
+            "prefilling",
+            "ready",
+            "pulling",
+            "done",
+        ]
+        assert "queued tokens" in told["transitions"][1]["why"]
+
+    in_fleet(body)
+
+
+def test_decode_workers_alone_serve() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8
+        (job,) = fleet.workers[WorkerId("d1")].jobs
+        assert isinstance(job, DecodeJob)
+        assert job.ticket is None
+
+    in_fleet(body, prefill=())
+
+
+def test_an_answer_that_ends_with_its_first_token_needs_no_decode_worker() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert (got.tokens, got.end.finish) == ([answer(0)], FinishReason.STOP)
+        assert fleet.workers[WorkerId("d1")].jobs == []
+
+    in_fleet(body, prefill=(Script(finish_with_first=FinishReason.STOP),))
+
+
+def test_the_first_token_is_said_before_the_second_is_made_and_decode_does_not_wait_for_the_client() -> None:
+    async def body(fleet: Fleet) -> None:
+        run = fleet.router.flow.start(request(), Timeline(asyncio.get_running_loop().time()))
+        events = aiter(run)
+        first = await anext(events)
+        assert first == RunToken(answer(0))
+        await fleet.until(lambda: bool(fleet.workers[WorkerId("d1")].jobs))
+        rest = [event async for event in events]
+        assert len(rest) == 8
+        await run.stop(CancelReason.CLIENT)
+
+    in_fleet(body)
+
+
+@pytest.mark.parametrize("die_at", range(8))
+def test_a_worker_that_dies_at_any_token_costs_nothing_but_time(die_at: int) -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request(max_tokens=8))
+        assert len(got.tokens) == 8
+        assert got.end.finish is FinishReason.LENGTH
+        assert got.end.usage.completion_tokens == 8
+        assert fleet.router.flow.counters["failovers"] == 1
+
+    dying = Script(die_at=die_at)
+    # One of two; the cost makes the first choice sure: the other is far slower until it is needed.
+    if die_at == 0:
+        in_fleet(body, prefill=(dying,))
+    else:
+
+        async def with_spare(fleet: Fleet) -> None:
+            (first,) = [w for w in fleet.workers.values() if w.script is dying]
+            task = asyncio.create_task(body(fleet))
+            await fleet.until(lambda: bool(first.jobs))
+            await fleet.add(card("d2"))
+            await task
+
+        in_fleet(with_spare, decode=(dying,), settings=replace(REMOTE, flow=FlowSettings(worker_wait_s=5.0)))
+
+
+def test_two_decode_workers_lost_in_turn() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request(max_tokens=12))
+        assert len(got.tokens) == 12
+        assert fleet.router.flow.counters["failovers"] == 2
+        (last,) = fleet.workers[WorkerId("d3")].jobs
+        assert isinstance(last, DecodeJob)
+        assert last.ticket is None
+        assert len(last.generated) == 7
+        told = fleet.router.explain(request().id)
+        assert told is not None
+        assert [step["state"] for step in told["transitions"]] == [
+            "reserved", "prefilling", "ready", "pulling", "reserved", "prefilling", "reserved", "prefilling",
+            "done",
+        ]  # fmt: skip
+
+    async def in_turn(fleet: Fleet) -> None:
+        task = asyncio.create_task(body(fleet))
+        for n in (2, 3):
+            await fleet.until(lambda n=n: bool(fleet.workers[WorkerId(f"d{n - 1}")].jobs))  # type: ignore[misc]
+            await fleet.add(card(f"d{n}"), Script(die_at=7) if n == 2 else Script())
+        await task
+
+    in_fleet(
+        in_turn, decode=(Script(die_at=4),), settings=replace(REMOTE, flow=FlowSettings(worker_wait_s=9))
+    )
+
+
+def test_a_decode_worker_lost_before_it_pulled_is_followed_with_the_same_ticket() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8
+        jobs = [job for w in fleet.workers.values() for job in w.jobs if isinstance(job, DecodeJob)]
+        assert len(jobs) == 2
+        assert jobs[0].ticket == jobs[1].ticket is not None
+
+    # Whichever of the two is taken first, it is the one that dies.
+    async def either(fleet: Fleet) -> None:
+        workers = [fleet.workers[WorkerId(f"d{n}")] for n in (1, 2)]
+
+        def die_first(worker: ScriptedWorker) -> None:
+            for other in workers:
+                other.script = Script()
+            fleet.kill(worker.card.id)
+
+        for worker in workers:
+            worker.die = lambda worker=worker: die_first(worker)  # type: ignore[misc]
+        await body(fleet)
+
+    in_fleet(either, decode=(Script(die_at=1), Script(die_at=1)))
+
+
+def test_a_lease_too_old_is_not_offered_again() -> None:
+    async def body(fleet: Fleet) -> None:
+        workers = [fleet.workers[WorkerId(f"d{n}")] for n in (1, 2)]
+
+        def die_first(worker: ScriptedWorker) -> None:
+            for other in workers:
+                other.script = Script()
+            fleet.kill(worker.card.id)
+
+        for worker in workers:
+            worker.die = lambda worker=worker: die_first(worker)  # type: ignore[misc]
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8
+        jobs = [job for w in workers for job in w.jobs if isinstance(job, DecodeJob)]
+        assert sorted(job.ticket is None for job in jobs) == [False, True]
+
+    slow = Script(die_at=1, step_s=2.5)
+    in_fleet(body, prefill=(Script(lease_s=3.0),), decode=(slow, slow))
+
+
+def test_when_only_the_end_was_lost_nobody_is_asked_again() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request(max_tokens=5))
+        assert (len(got.tokens), got.end.finish) == (5, FinishReason.LENGTH)
+        assert fleet.router.flow.counters["failovers"] == 0
+
+    in_fleet(body, decode=(Script(lose_end=True),))
+
+
+def test_a_stop_token_whose_end_was_lost_is_a_stop() -> None:
+    async def body(fleet: Fleet) -> None:
+        sampling = Sampling(max_tokens=50, stop_token_ids=(answer(3),))
+        got = await ask_and_settle(fleet, request(sampling=sampling))
+        assert (len(got.tokens), got.end.finish) == (4, FinishReason.STOP)
+
+    in_fleet(body, decode=(Script(die_at=4),))
+
+
+def test_a_refusal_goes_to_another_worker_and_all_refusals_to_the_client() -> None:
+    async def refused(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert isinstance(got.error, Overloaded)
+        assert got.error.retry_after_s > 0
+        assert fleet.router.flow.counters["refusals"] == 3
+
+    in_fleet(refused, prefill=(Script(refuse=True), Script(refuse=True)), decode=(Script(refuse=True),))
+
+    async def taken(fleet: Fleet) -> None:
+        for n in range(10):
+            assert len((await ask_and_settle(fleet, request(f"r{n}"))).tokens) == 8
+        assert fleet.router.flow.counters["refusals"] > 0
+
+    in_fleet(taken, prefill=(Script(refuse=True), Script()), decode=(Script(refuse=True), Script()))
+
+
+def test_decode_workers_that_refuse_after_prefill_leave_no_lease_behind() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert got.tokens == [answer(0)]
+        assert isinstance(got.error, Overloaded)
+
+    in_fleet(body, decode=(Script(refuse=True),))
+
+
+def test_an_error_of_the_request_itself_is_not_tried_elsewhere() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert isinstance(got.error, Internal)
+        assert got.error.message == "as the script says"
+        assert len(got.tokens) == 3
+        assert sum(len(w.jobs) for w in fleet.workers.values()) == 2
+
+    in_fleet(body, decode=(Script(fail_at=3), Script(fail_at=3)))
+
+
+def test_failovers_are_bounded() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert isinstance(got.error, WorkerLost)
+        assert fleet.router.flow.counters["failovers"] == 3
+        assert sum(len(w.jobs) for w in fleet.workers.values()) == 3
+
+    in_fleet(
+        body,
+        prefill=(),
+        decode=tuple(Script(fail_at=0, error="WorkerLost") for _ in range(6)),
+        settings=replace(REMOTE, flow=FlowSettings(max_failovers=2)),
+    )
+
+
+@pytest.mark.parametrize("hang_at", [0, 1, 4])
+def test_a_worker_that_goes_silent_is_left_within_the_limit(hang_at: int) -> None:
+    limits = FlowSettings(first_token_timeout_s=4.0, token_timeout_s=1.0)
+
+    async def body(fleet: Fleet) -> None:
+        hanging = {w.card.id for w in fleet.workers.values() if w.script.hang_at is not None}
+        start = asyncio.get_running_loop().time()
+        got = await ask(fleet, request())
+        assert len(got.tokens) == 8
+        limit = 4.0 if hang_at < 2 else 1.0
+        assert limit <= asyncio.get_running_loop().time() - start < limit + 0.5
+        await fleet.settle()
+        fleet.check_idle()
+        for worker in hanging:
+            for cancel in fleet.workers[worker].cancels:
+                assert cancel.reason is CancelReason.MOVED
+
+    hang = Script(hang_at=hang_at)
+    settings = replace(REMOTE, flow=replace(limits, worker_wait_s=9.0))
+    if hang_at == 0:
+        in_fleet(body, prefill=(hang,), settings=settings)
+    else:
+
+        async def with_spare(fleet: Fleet) -> None:
+            task = asyncio.create_task(body(fleet))
+            await fleet.until(lambda: bool(fleet.workers[WorkerId("d1")].jobs))
+            await fleet.add(card("d2"))
+            await task
+
+        in_fleet(with_spare, decode=(hang,), settings=settings)
+
+
+@pytest.mark.parametrize("hang_at", [0, 1, 4])
+def test_the_deadline_ends_it_in_every_phase_and_cancels_both_legs(hang_at: int) -> None:
+    async def body(fleet: Fleet) -> None:
+        start = asyncio.get_running_loop().time()
+        got = await ask(fleet, request(deadline_s=3.0))
+        assert asyncio.get_running_loop().time() - start == pytest.approx(3.0)
+        assert isinstance(got.error, DeadlineExceeded)
+        assert len(got.tokens) == hang_at
+        await fleet.settle()
+        fleet.check_idle()
+        (cancel,) = [c for w in fleet.workers.values() for c in w.cancels]
+        assert cancel.reason is CancelReason.DEADLINE
+
+    hang = Script(hang_at=hang_at)
+    in_fleet(body, prefill=(hang,) if hang_at == 0 else (Script(),), decode=(hang,))
+
+
+def test_a_worker_is_told_what_is_left_of_the_deadline() -> None:
+    async def body(fleet: Fleet) -> None:
+        await ask_and_settle(fleet, request(deadline_s=60.0))
+        (prefill,), (decode,) = fleet.workers[WorkerId("p1")].jobs, fleet.workers[WorkerId("d1")].jobs
+        assert prefill.request.deadline_s == pytest.approx(60.0, abs=0.01)
+        assert decode.request.deadline_s == pytest.approx(58.0, abs=0.1)
+
+    in_fleet(body, prefill=(Script(prefill_s=2.0),))
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_stopped_after_any_token_both_legs_are_told(after: int) -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request(max_tokens=8), stop_after=after)
+        assert len(got.tokens) == after, "nothing comes after a stop"
+        assert got.end.finish is FinishReason.CANCELLED
+        (job,) = fleet.workers[WorkerId("d1")].jobs
+        assert isinstance(job, DecodeJob)
+        assert job.ticket is not None
+        assert fleet.workers[WorkerId("p1")].releases == [job.ticket.lease]
+        if after < 8:
+            assert [c.reason for c in fleet.workers[WorkerId("d1")].cancels] == [CancelReason.CLIENT]
+
+    in_fleet(body)
+
+
+def test_a_stop_string_is_a_good_end() -> None:
+    async def body(fleet: Fleet) -> None:
+        await ask_and_settle(fleet, request(), stop_after=3, reason=CancelReason.STOP_STRING)
+        assert fleet.router.flow.counters["finished_stop"] == 1
+        told = fleet.router.explain(request().id)
+        assert told is not None
+        assert told["state"] == HandoffState.DONE
+
+    in_fleet(body)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.02, 0.0499, 0.05, 0.0501, 0.055, 0.06, 0.0605, 0.09, 0.2])
+@pytest.mark.parametrize("way", ["stop", "cancel", "leave"])
+def test_stopped_at_any_time_nothing_is_left(delay: float, way: str) -> None:
+    """`stop` while it is read; the reading task cancelled; the reader gone without a word."""
+
+    async def body(fleet: Fleet) -> None:
+        fleet.wire.to_worker_s = fleet.wire.to_router_s = 0.0004
+        loop = asyncio.get_running_loop()
+        run = fleet.router.flow.start(request(), Timeline(loop.time()))
+        seen: list[RunToken | RunEnd] = []
+
+        async def read() -> None:
+            async for event in run:
+                seen.append(event)
+                if way == "leave" and loop.time() >= start + delay:
+                    break
+
+        start = loop.time()
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(delay)
+        if way == "cancel":
+            reader.cancel()
+        elif way == "stop":
+            await run.stop(CancelReason.CLIENT)
+            await run.stop(CancelReason.CLIENT)
+        await asyncio.gather(reader, return_exceptions=True)
+        await run.stop(CancelReason.CLIENT)
+        if way == "stop":
+            assert isinstance(seen[-1], RunEnd)
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body)
+
+
+def test_a_run_never_read_or_stopped_first_leaves_nothing() -> None:
+    async def body(fleet: Fleet) -> None:
+        run = fleet.router.flow.start(request("a"), Timeline(0.0))
+        await run.stop(CancelReason.CLIENT)
+        events = [event async for event in run]
+        assert [type(event) for event in events] == [RunEnd]
+        await fleet.settle()
+        fleet.check_idle()
+        assert all(not w.jobs for w in fleet.workers.values())
+
+    in_fleet(body)
+
+
+def test_a_first_token_that_crosses_the_cancel_leaves_no_lease() -> None:
+    """The worker has said its last word and cannot be cancelled: what it leased is let go all the same."""
+
+    async def body(fleet: Fleet) -> None:
+        fleet.wire.to_router_s = 0.5
+        await asyncio.sleep(1)
+        run = fleet.router.flow.start(request(), Timeline(asyncio.get_running_loop().time()))
+        reader = asyncio.create_task(anext(aiter(run)))  # type: ignore[arg-type]
+        await fleet.until(lambda: bool(fleet.workers[WorkerId("p1")].leases))
+        await run.stop(CancelReason.CLIENT)
+        assert isinstance(await reader, RunEnd)
+        await fleet.settle()
+        fleet.check_idle()
+        assert len(fleet.workers[WorkerId("p1")].releases) == 1
+
+    in_fleet(body)
+
+
+def test_a_lease_is_let_go_when_a_broken_session_is_open_again() -> None:
+    async def body(fleet: Fleet) -> None:
+        worker = fleet.workers[WorkerId("p1")]
+        job = asyncio.create_task(ask(fleet, request()))
+        await fleet.until(lambda: bool(worker.leases))
+        address = worker.card.address
+        fleet.wire.kill(address)
+        fleet.wire.serve(worker, address)
+        assert isinstance((await job).error, DeadlineExceeded)
+        await fleet.until(lambda: not worker.leases)
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body, decode=(Script(hang_at=1),), settings=replace(REMOTE, flow=FlowSettings()))
+
+
+def test_without_a_worker_it_fails_at_once_or_waits_as_told() -> None:
+    async def at_once(fleet: Fleet) -> None:
+        start = asyncio.get_running_loop().time()
+        got = await ask_and_settle(fleet, request())
+        assert isinstance(got.error, Unavailable)
+        assert got.timeline.marks[Stage.ENDED] == 0.0
+        assert asyncio.get_running_loop().time() - start == 2.0
+        assert fleet.router.flow.ready() == "no worker is known"
+
+    in_fleet(at_once, prefill=(), decode=())
+
+    async def waits(fleet: Fleet) -> None:
+        job = asyncio.create_task(ask(fleet, request()))
+        await asyncio.sleep(3)
+        await fleet.add(card("d1"))
+        assert len((await job).tokens) == 8
+        late = await ask(fleet, request("x", model="m2"))
+        assert isinstance(late.error, NotFound)
+
+    settings = replace(REMOTE, flow=FlowSettings(worker_wait_s=10.0))
+    in_fleet(waits, prefill=(), decode=(), settings=settings)
+
+
+def test_a_model_nobody_has_is_not_found_and_one_whose_workers_are_away_is_unavailable() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request("a", model="other"))
+        assert isinstance(got.error, NotFound)
+        assert fleet.router.flow.ready() is None
+        fleet.kill(WorkerId("d1"))
+        await fleet.until(lambda: fleet.router.flow.ready() is not None)
+        got = await ask_and_settle(fleet, request("b"))
+        assert type(got.error) is Unavailable
+        assert "no decode worker that is ready" in got.error.message
+        assert fleet.router.flow.models() == ("m",)
+
+    in_fleet(body)
+
+
+def test_a_prompt_longer_than_any_worker_holds_is_the_clients_error() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request(prompt=4096))
+        assert isinstance(got.error, BadRequest)
+        assert got.error.code == "context_length_exceeded"
+        assert "4096 tokens; m takes at most 4095" in got.error.message
+
+    in_fleet(body)
+
+
+def test_a_full_router_refuses() -> None:
+    async def body(fleet: Fleet) -> None:
+        answers = await asyncio.gather(*(ask(fleet, request(f"r{n}")) for n in range(5)))
+        assert sum(isinstance(got.error, Overloaded) for got in answers) == 2
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body, settings=replace(REMOTE, flow=FlowSettings(max_requests=3)))
+
+
+def test_workers_of_two_revisions_are_never_paired_and_a_stream_keeps_its_weights() -> None:
+    other = replace(PRINT, model="weights2")
+
+    async def body(fleet: Fleet) -> None:
+        await fleet.add(card("p8", Role.PREFILL, fingerprint=other))
+        await fleet.add(card("d8", fingerprint=other))
+        await fleet.until(lambda: sum(w.usable for w in fleet.router.roster.workers()) == 4)
+        await asyncio.gather(*(ask(fleet, request(f"r{n}")) for n in range(30)))
+        digests = {w.card.fingerprint.digest(): w.card.fingerprint for w in fleet.workers.values()}
+        for worker in fleet.workers.values():
+            assert worker.jobs
+            for job in worker.jobs:
+                if isinstance(job, DecodeJob) and job.ticket is not None:
+                    assert digests[job.ticket.fingerprint] == worker.card.fingerprint
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body)
+
+    async def loses(fleet: Fleet) -> None:
+        job = asyncio.create_task(ask(fleet, request()))
+        await fleet.until(lambda: bool(fleet.workers[WorkerId("d1")].jobs))
+        await fleet.add(card("d8", fingerprint=other))
+        got = await job
+        assert isinstance(got.error, WorkerLost), "other weights must not go on with it"
+        assert fleet.workers[WorkerId("d8")].jobs == []
+
+    settings = replace(REMOTE, flow=FlowSettings(worker_wait_s=2.0))
+    in_fleet(loses, decode=(Script(die_at=5, step_s=0.1),), settings=settings)
+
+
+def test_many_requests_through_failing_workers_all_end_properly() -> None:
+    async def body(fleet: Fleet) -> None:
+        async def restart(worker: str, role: Role) -> None:
+            for life in range(2, 6):
+                await asyncio.sleep(0.2)
+                fleet.kill(WorkerId(worker))
+                await asyncio.sleep(0.1)
+                await fleet.add(card(worker, role, life=str(life)))
+
+        async def one(n: int) -> Answer:
+            await asyncio.sleep(n * 0.005)
+            return await ask(fleet, request(f"r{n}", prompt=50 + n, max_tokens=20))
+
+        chaos = asyncio.gather(restart("p1", Role.PREFILL), restart("d1", Role.DECODE))
+        answers = await asyncio.gather(*(one(n) for n in range(300)))
+        await chaos
+        assert [got.error for got in answers if got.error is not None] == []
+        assert all(len(got.tokens) == 20 for got in answers)
+        assert fleet.router.flow.counters["failovers"] > 10
+        await fleet.settle()
+        fleet.check_idle()
+
+    settings = replace(REMOTE, flow=FlowSettings(max_failovers=10))
+    in_fleet(body, prefill=(Script(), Script()), decode=(Script(), Script(), Script()), settings=settings)

@@ -1,0 +1,306 @@
+"""The prefix index: equal to the workers' own tables, or known not to be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvent, KvEvents
+from fleet.ids import Incarnation, WorkerId
+from fleet.kv_log import KvLog
+from router.prefix_index import Outcome, PrefixIndex
+from router.settings import IndexSettings
+
+W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
+
+
+def index(**fields: float) -> PrefixIndex:
+    return PrefixIndex(IndexSettings(**fields))  # type: ignore[arg-type]
+
+
+def log(worker: WorkerId = W1, life: int = 1) -> KvLog:
+    return KvLog(worker, Incarnation(f"{worker}.{life}"))
+
+
+def tell(to: PrefixIndex, of: KvLog, *events: KvEvent) -> Outcome:
+    message = of.record(events)
+    assert message is not None
+    return to.apply(message)
+
+
+def proven(*workers: WorkerId, **fields: float) -> tuple[PrefixIndex, list[KvLog]]:
+    made, logs = index(**fields), [log(worker) for worker in workers]
+    for worker, of in zip(workers, logs, strict=True):
+        made.add_worker(worker, Incarnation(f"{worker}.1"))
+        made.load_snapshot(of.snapshot())
+    return made, logs
+
+
+def test_match_counts_leading_blocks_of_each_worker() -> None:
+    made, (one, two) = proven(W1, W2)
+    tell(made, one, BlocksStored((1, 2, 3, 4)))
+    tell(made, two, BlocksStored((1, 2)))
+    assert made.match([1, 2, 3, 9], 0.0) == {W1: 3, W2: 2}
+    assert made.match([9, 1], 0.0) == {}
+    assert made.match([], 0.0) == {}
+    tell(made, one, BlocksDropped((4, 3)))
+    assert made.match([1, 2, 3, 4], 0.0) == {W1: 2, W2: 2}
+    tell(made, one, Cleared())
+    assert made.match([1, 2], 0.0) == {W2: 2}
+    made.validate()
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 40))
+def test_match_equals_a_plain_walk_for_any_depths(depths: list[int], length: int) -> None:
+    workers = [WorkerId(f"w{n}") for n in range(len(depths))]
+    made, logs = proven(*workers)
+    for of, depth in zip(logs, depths, strict=True):
+        if depth:
+            tell(made, of, BlocksStored(tuple(range(1, depth + 1))))
+    expected = {w: min(d, length) for w, d in zip(workers, depths, strict=True) if d}
+    assert made.match(range(1, length + 1), 0.0) == expected
+
+
+def test_a_removed_worker_leaves_nothing_behind() -> None:
+    made, (one, two) = proven(W1, W2)
+    tell(made, one, BlocksStored((1, 2, 3)))
+    tell(made, two, BlocksStored((1,)))
+    made.remove_worker(W1)
+    assert made.match([1, 2, 3], 0.0) == {W2: 1}
+    assert (made.blocks(W1), made.holds(W1)) == (0, frozenset())
+    made.tidy(0.0)
+    assert made.size == 1
+    assert tell(made, one, BlocksStored((4,))) is Outcome.STRANGER
+    made.validate()
+
+
+def test_a_slot_is_not_given_to_another_worker_before_it_is_swept() -> None:
+    made, (one,) = proven(W1)
+    tell(made, one, BlocksStored(tuple(range(1, 101))))
+    made.remove_worker(W1)
+    made.tidy(0.0, budget=10)
+    made.add_worker(W2, Incarnation("w2.1"))
+    made.load_snapshot(log(W2).snapshot())
+    assert made.match([1, 2, 3], 0.0) == {}
+    for _ in range(20):
+        made.tidy(0.0, budget=10)
+        made.validate()
+    assert made.size == 0
+
+
+def test_removing_what_is_not_there_goes_on_with_the_rest() -> None:
+    made, (one, two) = proven(W1, W2)
+    tell(made, one, BlocksStored((1, 2)))
+    tell(made, two, BlocksStored((1, 2)))
+    tell(made, one, BlocksDropped((77, 2)))
+    assert made.match([1, 2], 0.0) == {W1: 1, W2: 2}
+    made.validate()
+
+
+def test_a_gap_makes_a_worker_unproven_until_its_snapshot() -> None:
+    made, (one, _) = proven(W1, W2)
+    tell(made, one, BlocksStored((1, 2)))
+    lost = one.record([BlocksDropped((2,))])
+    assert lost is not None
+    assert tell(made, one, BlocksStored((3,))) is Outcome.UNPROVEN
+    assert made.unproven() == {W1: "event 3 came after event 1"}
+    assert made.match([1, 2], 0.0) == {}
+    assert made.apply(lost) is Outcome.WAITING
+    snapshot = one.snapshot()
+    assert tell(made, one, BlocksStored((4,))) is Outcome.WAITING
+    assert made.load_snapshot(snapshot) is Outcome.APPLIED
+    assert made.holds(W1) == {1, 3, 4}, "the snapshot, and the events after it"
+    made.validate()
+
+
+def test_a_router_that_starts_late_learns_all_and_children_of_what_it_missed() -> None:
+    one, made = log(), index()
+    one.record([BlocksStored((1,))])
+    one.record([BlocksStored((2,))])
+    made.add_worker(W1, Incarnation("w1.1"))
+    assert tell(made, one, BlocksStored((3,))) is Outcome.WAITING
+    made.load_snapshot(one.snapshot())
+    tell(made, one, BlocksStored((4,)))
+    assert made.match([1, 2, 3, 4], 0.0) == {W1: 4}
+
+
+def test_duplicates_change_nothing() -> None:
+    made, (one,) = proven(W1)
+    first = one.record([BlocksStored((1,))])
+    assert first is not None
+    made.apply(first)
+    tell(made, one, BlocksDropped((1,)))
+    assert made.apply(first) is Outcome.OLD
+    assert made.holds(W1) == frozenset()
+
+
+def test_events_of_another_life_clear_the_worker_and_late_ones_of_the_old_are_ignored() -> None:
+    made, (one,) = proven(W1)
+    tell(made, one, BlocksStored((1, 2)))
+    late = one.record([BlocksStored((3,))])
+    again = log(life=2)
+    assert tell(made, again, BlocksStored((9,))) is Outcome.UNPROVEN
+    assert made.match([1], 0.0) == {}
+    assert late is not None
+    assert made.apply(late) is Outcome.OLD
+    assert made.load_snapshot(one.snapshot()) is Outcome.OLD, "an answer of the old life"
+    made.add_worker(W1, Incarnation("w1.2"))
+    assert made.load_snapshot(again.snapshot()) is Outcome.APPLIED
+    assert made.holds(W1) == {9}
+    made.validate()
+
+
+def test_a_gap_behind_the_snapshot_needs_another_one() -> None:
+    one, made = log(), index()
+    made.add_worker(W1, Incarnation("w1.1"))
+    snapshot = one.snapshot()
+    one.record([BlocksStored((1,))])
+    tell(made, one, BlocksStored((2,)))
+    assert made.load_snapshot(snapshot) is Outcome.UNPROVEN
+    assert made.load_snapshot(one.snapshot()) is Outcome.APPLIED
+    assert made.holds(W1) == {1, 2}
+    made.validate()
+
+
+def test_a_digest_that_differs_makes_the_worker_unproven() -> None:
+    made, (one,) = proven(W1)
+    tell(made, one, BlocksStored((1, 2)))
+    life = Incarnation("w1.1")
+    assert made.check(W1, life, one.digest()) is Outcome.APPLIED
+    assert made.check(W1, Incarnation("w1.0"), KvDigest(1, 9, 9)) is Outcome.OLD
+    assert made.check(W1, life, KvDigest(1, 2, 7)) is Outcome.UNPROVEN
+
+
+def test_the_last_events_lost_are_noticed_though_nothing_follows_them() -> None:
+    made, (one,) = proven(W1)
+    life = Incarnation("w1.1")
+    one.record([BlocksStored((1,))])
+    assert made.check(W1, life, one.digest()) is Outcome.WAITING, "they may be on their way"
+    assert made.check(W1, life, one.digest()) is Outcome.UNPROVEN
+    made.load_snapshot(one.snapshot())
+    assert made.holds(W1) == {1}
+
+
+def test_unproven_workers_are_matched_by_what_was_sent_there_for_a_while() -> None:
+    made = index(hint_s=100)
+    made.add_worker(W1, Incarnation("w1.1"))
+    made.add_worker(W2, Incarnation("w2.1"))
+    made.sent(W1, [1, 2, 3], 0.0)
+    assert made.match([1, 2, 9], 50.0) == {W1: 2}
+    assert made.match([1, 2], 150.0) == {W1: 2}, "at least that long"
+    assert made.match([1, 2], 350.0) == {}
+    made.sent(W1, [1, 2, 3], 400.0)
+    made.load_snapshot(log().snapshot())
+    assert made.match([1, 2, 3], 401.0) == {}, "the worker says that it has nothing"
+
+
+def test_hints_are_bounded_and_never_pass_to_another_worker() -> None:
+    made = index(max_hints=100)
+    made.add_worker(W1, Incarnation("w1.1"))
+    made.sent(W1, range(1, 40), 0.0)
+    made.remove_worker(W1)
+    made.add_worker(W2, Incarnation("w2.1"))
+    assert made.match([1, 2], 1.0) == {}
+    for start in range(0, 1000, 10):
+        made.sent(W2, range(start, start + 10), 1.0)
+    assert made.match(range(990, 1000), 1.0) == {W2: 10}
+    assert made.match(range(10), 1.0) == {}, "the oldest are forgotten"
+
+
+def test_beyond_the_cap_the_oldest_are_forgotten_and_counted() -> None:
+    made, (one, two) = proven(W1, W2, max_blocks=160)
+    tell(made, one, BlocksStored(tuple(range(1, 101))))
+    tell(made, two, BlocksStored(tuple(range(50, 101))))
+    tell(made, two, BlocksStored(tuple(range(101, 181))))
+    assert made.size <= 160
+    assert made.forgotten == 30
+    assert made.match([100], 0.0) == {W1: 1, W2: 1}
+    assert made.match([1], 0.0) == {}
+    assert made.check(W1, Incarnation("w1.1"), one.digest()) is Outcome.APPLIED, "its digest cannot agree"
+    tell(made, one, BlocksDropped((1, 100)))
+    made.validate()
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), cap=st.sampled_from([10, 1_000_000]))
+def test_any_stream_with_losses_converges_to_the_workers_tables(seed: int, cap: int) -> None:
+    """Dropped, doubled, reordered messages, restarts, clears, late snapshots: whenever a worker is proven
+    and nothing is under way, the index holds exactly what the worker does."""
+    chance = random.Random(seed)
+    made = index(max_tail=4)
+    names = dict.fromkeys((W1, W2, W3), 1)
+    logs = {worker: log(worker) for worker in names}
+    tables: dict[WorkerId, set[int]] = {worker: set() for worker in names}
+    under_way: list[KvEvents] = []
+    answers = []
+    for worker in names:
+        made.add_worker(worker, Incarnation(f"{worker}.1"))
+    for _ in range(80):
+        worker = chance.choice(list(names))
+        action = chance.random()
+        if action < 0.55:
+            event: KvEvent
+            kind, blocks = chance.random(), tuple(chance.sample(range(1, 30), chance.randint(1, 6)))
+            if kind < 0.6:
+                event = BlocksStored(blocks)
+                tables[worker].update(blocks)
+            elif kind < 0.95:
+                event = BlocksDropped(blocks)
+                tables[worker].difference_update(blocks)
+            else:
+                event = Cleared()
+                tables[worker].clear()
+            message = logs[worker].record([event])
+            assert message is not None
+            if chance.random() > 0.1:
+                under_way += [message] * (2 if chance.random() < 0.1 else 1)
+            if chance.random() < 0.1:
+                chance.shuffle(under_way)
+        elif action < 0.75 and under_way:
+            made.apply(under_way.pop(0))
+        elif action < 0.82:
+            answers.append(logs[worker].snapshot())
+        elif action < 0.88 and answers:
+            made.load_snapshot(answers.pop(0))
+        elif action < 0.93:
+            made.check(worker, Incarnation(f"{worker}.{names[worker]}"), logs[worker].digest())
+        elif action < 0.96:
+            names[worker] += 1
+            logs[worker], tables[worker] = log(worker, names[worker]), set()
+            if chance.random() < 0.7:
+                made.add_worker(worker, Incarnation(f"{worker}.{names[worker]}"))
+        else:
+            made.tidy(0.0, budget=cap)
+        made.validate()
+    for message in under_way:
+        made.apply(message)
+    for worker, of in logs.items():
+        life = Incarnation(f"{worker}.{names[worker]}")
+        made.add_worker(worker, life)
+        for _ in range(2):
+            made.check(worker, life, of.digest())
+        if worker in made.unproven():
+            made.load_snapshot(of.snapshot())
+        assert worker not in made.unproven()
+        assert made.holds(worker) == tables[worker]
+    made.validate()
+
+
+@pytest.mark.parametrize("workers", [1, 64, 200])
+def test_many_workers_may_lose_their_events_at_once(workers: int) -> None:
+    ids = [WorkerId(f"w{n}") for n in range(workers)]
+    made, logs = proven(*ids)
+    for of in logs:
+        tell(made, of, BlocksStored(tuple(range(1, 20))))
+    for worker in ids:
+        made.doubt(worker, "no load reports")
+    assert made.match([1, 2], 0.0) == {}
+    for of in logs:
+        made.load_snapshot(of.snapshot())
+    assert made.match([1, 2, 3], 0.0) == dict.fromkeys(ids, 3)
+    made.tidy(0.0)
+    made.tidy(0.0)
+    made.validate()

@@ -1,0 +1,174 @@
+"""The roster: who could serve what now, and how loaded each is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scripted_worker import PRINT, card, report
+
+from fleet.ids import RequestId
+from fleet.member import MemberState, Role, WorkerCard
+from router.roster import LinkState, Roster
+from router.settings import UnknownSettings
+
+P1, P2 = card("p1", Role.PREFILL), card("p2", Role.PREFILL)
+D1, D2 = card("d1"), card("d2")
+UNKNOWN = UnknownSettings()
+
+
+def roster(*cards: WorkerCard, up: bool = True) -> Roster:
+    made = Roster(UNKNOWN)
+    made.apply_view({c.id: c for c in cards})
+    for c in cards:
+        if up:
+            made.apply_link(c.id, c.incarnation, LinkState.UP)
+    return made
+
+
+def view(*cards: WorkerCard) -> dict[str, WorkerCard]:
+    return {c.id: c for c in cards}
+
+
+def usable(of: Roster, model: str = "m") -> set[str]:
+    return {worker.id for pool in of.pools(model) for worker in (*pool.prefill, *pool.decode)}
+
+
+def test_only_ready_workers_with_a_session_are_candidates() -> None:
+    made = roster(P1, D1, up=False)
+    assert usable(made) == set()
+    assert "d1 is ready with its session opening" in (made.why_not("m") or "")
+    made.apply_link(P1.id, P1.incarnation, LinkState.UP)
+    assert made.why_not("m") == "m has 1 prefill workers and no decode worker that is ready"
+    made.apply_link(D1.id, D1.incarnation, LinkState.UP)
+    assert usable(made) == {"p1", "d1"}
+    assert made.why_not("m") is None
+    made.apply_view(view(P1, replace(D1, state=MemberState.DRAINING)))
+    assert usable(made) == set()
+
+
+def test_a_draining_worker_is_known_from_its_report_before_its_card() -> None:
+    made = roster(P1, D1, D2)
+    made.apply_load(report(D1, state="draining"), 1.0)
+    assert usable(made) == {"p1", "d2"}
+
+
+def test_decode_workers_alone_serve() -> None:
+    assert usable(roster(D1)) == {"d1"}
+
+
+def test_workers_with_different_fingerprints_are_never_in_one_pool() -> None:
+    other = replace(PRINT, dtype="bfloat16")
+    made = roster(P1, D1, card("p9", Role.PREFILL, fingerprint=other), card("d9", fingerprint=other))
+    pools = [({w.id for w in pool.prefill}, {w.id for w in pool.decode}) for pool in made.pools("m")]
+    assert sorted(pools, key=str) == sorted([({"p1"}, {"d1"}), ({"p9"}, {"d9"})], key=str)
+
+
+def test_a_worker_that_names_blocks_differently_is_refused_aloud() -> None:
+    odd = card("d9", fingerprint=replace(PRINT, hash_spec="builtin/0"))
+    made = roster(D1, odd)
+    assert usable(made) == {"d1"}
+    assert made.refused == {"d9": "hash_spec: builtin/0 != blake2b-256-chain/1"}
+
+
+def test_a_removed_worker_is_gone_at_once() -> None:
+    made = roster(P1, D1, D2)
+    change = made.apply_view(view(P1, D1))
+    assert [c.id for c in change.left] == ["d2"]
+    assert usable(made) == {"p1", "d1"}
+    assert made.get(D2.id) is None
+
+
+def test_a_restarted_worker_is_another_one() -> None:
+    made = roster(D1)
+    made.sent(D1.id, RequestId("r"), 100, 7)
+    again = card("d1", life="2")
+    change = made.apply_view(view(again))
+    assert (change.left, change.joined) == ((D1,), (again,))
+    worker = made.get(D1.id)
+    assert worker is not None
+    assert (worker.link, worker.sent) == (LinkState.OPENING, {})
+    assert not made.apply_load(report(D1), 1.0), "a report of the old life"
+
+
+def test_workers_that_vanish_together_are_kept_while_their_sessions_live() -> None:
+    made = roster(P1, D1, D2)
+    change = made.apply_view({})
+    assert change.left == ()
+    assert set(change.doubted) == {"p1", "d1", "d2"}
+    assert usable(made) == {"p1", "d1", "d2"}
+    assert made.apply_view({}).doubted == (), "said once"
+    gone = made.apply_link(D2.id, D2.incarnation, LinkState.LOST)
+    assert gone.left == (D2,)
+    assert usable(made) == {"p1", "d1"}
+    made.apply_view(view(P1, D1))
+    made.apply_view(view(D1))
+    assert made.get(P1.id) is None, "listed again, it is removed like any other"
+
+
+def test_what_an_emptied_registry_does_not_show_is_kept() -> None:
+    made = roster(P1, P2, D1, D2)
+    assert made.apply_view(view(P1, P2, D1), emptied=True).doubted == ("d2",)
+    assert usable(made) == {"p1", "p2", "d1", "d2"}
+
+
+def test_a_registry_that_is_away_removes_nobody() -> None:
+    made = roster(P1, D1)
+    assert made.apply_view({}, live=False).left == ()
+    assert usable(made) == {"p1", "d1"}
+
+
+def test_drained_workers_that_vanish_together_are_gone() -> None:
+    made = roster(D1, D2)
+    made.apply_view(view(*(replace(c, state=MemberState.DRAINING) for c in (D1, D2))))
+    assert {c.id for c in made.apply_view({}).left} == {"d1", "d2"}
+
+
+def test_load_counts_a_dispatch_at_once_and_only_once() -> None:
+    made = roster(D1)
+    worker = made.get(D1.id)
+    assert worker is not None
+    made.apply_load(report(D1, queued_tokens=50, running=1, blocks_free=20), 0.0)
+    made.sent(D1.id, RequestId("r"), 100, 7)
+    assert (worker.queued_tokens, worker.sequences, worker.blocks_free) == (150, 2, 13)
+    made.apply_load(report(D1, queued_tokens=140, running=2, blocks_free=14, streams=("r",)), 0.25)
+    assert (worker.queued_tokens, worker.sequences, worker.blocks_free) == (140, 2, 14)
+    made.settle(D1.id, RequestId("r"))
+    assert (worker.queued_tokens, worker.sequences) == (40, 1), "ended since the report"
+    made.settle(D1.id, RequestId("r"))
+    made.apply_load(report(D1), 0.5)
+    assert (worker.queued_tokens, worker.sequences, worker.blocks_free) == (0, 0, 1024)
+
+
+def test_a_dispatch_that_no_report_lists_is_a_phantom_by_the_second_one() -> None:
+    made = roster(D1)
+    worker = made.get(D1.id)
+    assert worker is not None
+    made.apply_load(report(D1), 0.0)
+    made.sent(D1.id, RequestId("r"), 100, 7)
+    made.apply_load(report(D1), 0.25)
+    assert worker.queued_tokens == 100, "the report may have been written before the dispatch arrived"
+    made.apply_load(report(D1), 0.5)
+    assert (worker.queued_tokens, worker.sequences) == (0, 0)
+    made.settle(D1.id, RequestId("r"))
+    assert (worker.queued_tokens, worker.sequences) == (0, 0)
+
+
+def test_unknown_figures_are_guesses_and_never_zero() -> None:
+    made = roster(D1, D2)
+    worker = made.get(D1.id)
+    assert worker is not None
+    assert worker.queued_tokens == UNKNOWN.queued_tokens
+    assert worker.prefill_tokens_s == UNKNOWN.prefill_tokens_s
+    made.apply_load(report(D1, prefill_tokens_s=None, decode_step_s=None, pull_bytes_s=None), 0.0)
+    assert (worker.queued_tokens, worker.decode_step_s) == (0, UNKNOWN.decode_step_s)
+    assert made.expire(5.0, max_age_s=6.0) == ()
+    assert made.expire(7.0, max_age_s=6.0) == ("d1",)
+    assert worker.queued_tokens == UNKNOWN.queued_tokens
+    assert usable(made) == {"d1", "d2"}, "unknown load is no reason not to serve"
+
+
+def test_models_name_what_is_known_though_it_cannot_serve_now() -> None:
+    made = roster(D1, card("x1", model="other", state=MemberState.STARTING))
+    assert made.models() == ("m", "other")
+    assert "x1 is starting" in (made.why_not("other") or "")
+    assert made.why_not("none") == "no worker serves none"
