@@ -73,7 +73,8 @@ class BoxWorker:
         region = Region.allocate(box.blocks, layout.block_bytes)
         runner = LatencyRunner(region.array, layout, box.latency, box.model)
         self.engine = Engine(runner, settings, lambda report: self.service.stepped(report))
-        self.chassis = Chassis("box", ChassisSettings(), box.registry.registry(), box.bus.bus())
+        self.registry, self.bus = box.registry.registry(), box.bus.bus()
+        self.chassis = Chassis("box", ChassisSettings(), self.registry, self.bus)
         async with AsyncExitStack() as stack:
             self.transfer = await Transfer.start(
                 worker=self.id,
@@ -200,8 +201,10 @@ class Box:
     async def kill(self, name: str) -> None:
         """SIGKILL: no goodbye; its cables break, its registry lease runs out by itself."""
         worker = self.workers.pop(WorkerId(name))
+        worker.registry.cut = True
+        worker.bus.cut = True
         self.wire.kill(worker.address)
-        self.links.kill(worker.transfer.address)
+        self.links.die(worker.transfer.address)
         assert worker.task is not None
         worker.task.cancel()
         await asyncio.gather(worker.task, return_exceptions=True)
