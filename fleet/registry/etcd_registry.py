@@ -19,7 +19,7 @@ import grpc.aio
 from aetcd import rpc
 
 from fleet.registry.session import CALL_LIMIT_S, StoreRegistry
-from fleet.registry.store import Change, Compacted, LeaseGone, Listing, StoreAway
+from fleet.registry.store import Change, Changes, Compacted, LeaseGone, Listing, StoreAway
 from fleet.settings import ControlSettings
 
 _IDLE_S = 2.0
@@ -28,7 +28,7 @@ _IDLE_S = 2.0
 _OPTIONS = [
     # The defaults wait up to two minutes between two tries to connect.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", int(CALL_LIMIT_S * 1000)),  # in truth how long one try may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),
@@ -136,7 +136,7 @@ class EtcdStore:
         values = {pair.key.decode(): bytes(pair.value) for pair in reply.kvs}
         return Listing(values, reply.header.revision, reply.header.cluster_id)
 
-    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[tuple[Change, ...], None]:
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
         create = rpc.WatchCreateRequest(
             key=prefix.encode(), range_end=_after(prefix), start_revision=revision
         )
@@ -167,7 +167,7 @@ class EtcdStore:
                 if reply.canceled:
                     raise StoreAway(f"the watch was cancelled: {reply.cancel_reason or 'no reason given'}")
                 if reply.events:
-                    yield tuple(_change(event) for event in reply.events)
+                    yield Changes(reply.header.revision, tuple(_change(event) for event in reply.events))
         finally:
             if stream is not None:
                 stream.cancel()

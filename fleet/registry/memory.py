@@ -7,9 +7,9 @@ import random
 from collections.abc import AsyncGenerator
 
 from fleet.registry.session import StoreRegistry
-from fleet.registry.store import Change, Compacted, LeaseGone, Listing, StoreAway
+from fleet.registry.store import Change, Changes, Compacted, LeaseGone, Listing, StoreAway
 
-_News = tuple[Change, ...] | StoreAway | Compacted
+_News = Changes | StoreAway | Compacted
 
 
 class _Watcher:
@@ -116,7 +116,7 @@ class MemoryHub:
             for watcher in self.watchers:
                 seen = tuple(Change(k, v) for k, v in changes.items() if k.startswith(watcher.prefix))
                 if seen and not watcher.store.cut:
-                    watcher.news.put_nowait(seen)
+                    watcher.news.put_nowait(Changes(self.revision, seen))
 
 
 class _Store:
@@ -169,7 +169,7 @@ class _Store:
         values = {key: value for key, (value, _) in hub.values.items() if key.startswith(prefix)}
         return Listing(values, hub.revision, hub.cluster)
 
-    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[tuple[Change, ...], None]:
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
         hub = await self._reach()
         if revision <= hub.revision:
             # The hub keeps no history: what happened between listing and watching cannot be told.

@@ -83,15 +83,14 @@ class StoreRegistry:
                 live, retry_s = True, _RETRY_FIRST_S
                 yield View(dict(values), emptied=emptied)
                 async with contextlib.aclosing(self._store.watch(prefix, revision + 1)) as stream:
-                    async for changes in stream:
-                        before = dict(values)
-                        for change in changes:
+                    async for news in stream:
+                        before, revision = dict(values), news.revision
+                        for change in news.changes:
                             if change.value is None:
                                 values.pop(change.key, None)
                             else:
                                 values[change.key] = change.value
-                        if changes:
-                            yield View(dict(values), emptied=_emptied(before, values, False))
+                        yield View(dict(values), emptied=_emptied(before, values, False))
             except Compacted:
                 log.info("%s: history compacted; listing again", prefix)
             except (StoreAway, TimeoutError) as error:

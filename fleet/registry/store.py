@@ -27,6 +27,14 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """Those of one moment together, and the store's revision after them."""
+
+    revision: int
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """All keys below a prefix as they were at `revision`."""
 
@@ -64,9 +72,9 @@ class Store(Protocol):
 
     async def list(self, prefix: str) -> Listing: ...
 
-    def watch(self, prefix: str, revision: int) -> AsyncGenerator[tuple[Change, ...], None]:
-        """Changes from `revision` on, those of one moment together. Never ends, and is never silently
-        dead: raises `StoreAway` or `Compacted`."""
+    def watch(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
+        """What happens from `revision` on. Never ends, and is never silently dead: raises `StoreAway` or
+        `Compacted`."""
         ...
 
     async def renew(self) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, sleep
@@ -66,13 +67,17 @@ class Server:
         until = monotonic() + 30
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                self.ask()
                 return
             except OSError:
                 if self._process.poll() is not None or monotonic() > until:
                     lines = (self.folder / "log").read_text(errors="replace")[-2000:]
                     raise AssertionError(f"{self._name} did not start:\n{lines}") from None
                 sleep(0.02)
+
+    def ask(self) -> None:
+        """Raises OSError while the server does not serve."""
+        socket.create_connection(("127.0.0.1", self.port), 1).close()
 
     def kill(self) -> None:
         """SIGKILL, paused or not; idempotent."""
@@ -115,6 +120,12 @@ class Etcd(Server):
         return [
             binary("etcd"),
             *("--name", "one", "--data-dir", "data", "--log-level", "warn", "--unsafe-no-fsync"),
+            *(
+                "--heartbeat-interval",
+                "20",
+                "--election-timeout",
+                "200",
+            ),  # alone, it elects itself after this
             *("--listen-client-urls", url, "--advertise-client-urls", url),
             *(
                 "--listen-peer-urls",
@@ -127,6 +138,11 @@ class Etcd(Server):
             *files,
             *self._options,
         ]
+
+    def ask(self) -> None:
+        super().ask()
+        if not self._tls:
+            urllib.request.urlopen(f"http://{self.address}/health", timeout=5).close()  # has a leader
 
     def ctl(self, *words: str, text: str = "") -> str:
         """What `etcdctl` prints."""
