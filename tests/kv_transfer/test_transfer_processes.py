@@ -17,6 +17,7 @@ import pytest
 from fleet.errors import LeaseExpired, TransferFailed
 from fleet.handoff import KvTicket
 from fleet.ids import new_incarnation
+from kv_transfer import control
 
 pytestmark = pytest.mark.live
 
@@ -222,5 +223,111 @@ def test_a_restart_under_the_same_name_refuses_the_old_ticket(bench, real_transp
                         )
                 await reader.transfer.pull(new, [(0, 0)], 60)
                 assert (reader.region.array[0] == 3).all()
+
+    run(test())
+
+
+def listening(pid):
+    """TCP ports that a process listens on, UCX's own included."""
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    assert all(row[1].startswith("0100007F:") for row in rows if row[3] == "0A" and row[9] in inodes)
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def hostile(ticket):
+    """Things to say to a port: noise, lies about lengths, greetings that go wrong half-way."""
+    random = np.random.default_rng(5)
+
+    def greeting(**changes):
+        values = {
+            "reader": "x",
+            "worker": ticket.worker,
+            "incarnation": ticket.incarnation,
+            "fingerprint": ticket.fingerprint,
+            "block_bytes": BLOCK_BYTES,
+        }
+        return control.frame(control.Hello(version=control.VERSION, **{**values, **changes}))
+
+    yield b""
+    yield b"\x00" * 4
+    yield b"\xff" * 64
+    yield (1 << 20).to_bytes(4, "little") + b"x" * 1000
+    for size in (1, 3, 17, 500, 70000):
+        yield random.bytes(size)
+    for size in (1, 9, 300):
+        yield size.to_bytes(4, "little") + random.bytes(size)
+    yield greeting()[:20]
+    yield greeting(incarnation="another")
+    yield greeting(block_bytes=0)
+    yield greeting(ucx=b"short")
+    yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def after_greeting(lease):
+    """Things to say once greeted: noise, reads that are wrong in every field."""
+    yield os.urandom(300)
+    yield (0).to_bytes(4, "little")
+    for raw in (
+        {"type": "read"},
+        {"type": "read", "id": -1, "lease": "x", "positions": [0]},
+        {"type": "read", "id": 1, "lease": 7, "positions": [0]},
+        {"type": "read", "id": 1, "lease": lease, "positions": []},
+        {"type": "read", "id": 1, "lease": lease, "positions": [1 << 60]},
+        {"type": "read", "id": 1, "lease": lease, "positions": [5000]},
+        {"type": "read", "id": 1, "lease": lease, "positions": [0] * 60000},
+        {"type": "copied", "id": 99},
+        {"type": "renew", "id": 1, "lease": "nobody"},
+        {"type": "leave", "lease": "nobody"},
+        {"type": "welcome", "blocks": 1},
+    ):
+        body = msgspec.msgpack.encode(raw)
+        yield len(body).to_bytes(4, "little") + body
+    twice = control.frame(control.Read(1, lease, [0]))
+    yield twice + twice
+
+
+def test_whatever_is_said_to_a_port_the_source_lives_and_serves(bench, real_transport):
+    async def send(where, *parts):
+        opening = asyncio.open_unix_connection(where) if isinstance(where, str) else None
+        reader, writer = await (opening or asyncio.open_connection("127.0.0.1", where))
+        try:
+            for part in parts:
+                writer.write(part)
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    await writer.drain()
+                    await asyncio.wait_for(reader.read(1 << 16), 0.02)
+        finally:
+            writer.transport.abort()
+
+    async def test():
+        async with bench(real_transport) as world:
+            reader = await own(world)
+            async with Process.spawn("p", real_transport, lease_s=60) as source:
+                ticket = await source.grant([4])
+                ports = listening(source._process.pid)
+                assert len(ports) == {"shm": 0, "ucx": 2}[real_transport]
+                ports += [ticket.address.split(":", 2)[2]] if real_transport == "shm" else []
+                for where in ports:
+                    for noise in hostile(ticket):
+                        await send(where, noise)
+                own_port = ports[-1] if real_transport == "shm" else int(ticket.address.split(":")[2])
+                hello = control.Hello(
+                    control.VERSION,
+                    "x",
+                    ticket.worker,
+                    ticket.incarnation,
+                    ticket.fingerprint,
+                    BLOCK_BYTES,
+                    reader.transfer._transports[0]._worker.address if real_transport == "ucx" else b"",
+                )
+                for noise in after_greeting(ticket.lease):
+                    await send(own_port, control.frame(hello), noise)
+                await reader.transfer.pull(ticket, [(0, 1)], 60)
+                assert (reader.region.array[1] == 5).all()
+                assert (await source.ask(do="state"))["leases"] == 1
 
     run(test())
