@@ -60,16 +60,24 @@ def fleet_options(etcd: bool = True) -> Callable[[Callable[..., Any]], Callable[
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def run(
-            fleet: str, state_dir: Path | None, as_json: bool, given_etcd: str | None = None, **rest: Any
+            fleet: str | None,
+            state_dir: Path | None,
+            as_json: bool,
+            given_etcd: str | None = None,
+            **rest: Any,
         ) -> Any:
             try:
-                folder = StateFolder(state_dir if state_dir is not None else default_folder(fleet))
-                return command(Target(fleet, folder, given_etcd, as_json), **rest)
+                folder = StateFolder(
+                    state_dir if state_dir is not None else default_folder(fleet or "default")
+                )
+                state = folder.read() if given_etcd is None else None
+                name = fleet or (state.fleet if state is not None else "default")
+                return command(Target(name, folder, given_etcd, as_json), **rest)
             except FleetError as error:
                 fail(error, as_json)
 
         options = [
-            click.option("--fleet", default="default", show_default=True, help="Name of the fleet."),
+            click.option("--fleet", metavar="NAME", help="Name of the fleet.  [default: default]"),
             click.option(
                 "--state-dir",
                 type=click.Path(file_okay=False, path_type=Path),

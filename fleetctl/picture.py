@@ -72,7 +72,14 @@ async def take_picture(
     registry: Registry, wire: Wire, fleet: str, etcd: str, state: FleetState | None
 ) -> FleetPicture:
     """`state` is the supervisor's file, where the fleet has one on this machine."""
-    view = await read_view(registry, fleet, etcd)
+    try:
+        view, etcd_state = await read_view(registry, fleet, etcd), "ready"
+    except Unavailable:
+        if state is None:
+            raise
+        # The supervisor brings it back; meanwhile its own file tells what it knows.
+        view, etcd_state = View({}, live=False), _phase(state, Kind.ETCD)
+        etcd_state = "silent" if etcd_state == "ready" else etcd_state
     cards = cards_in(view, fleet)
     rows = {row.id: row for row in await asyncio.gather(*(_worker(card, wire) for card in cards.values()))}
     for child in state.children if state else ():
@@ -90,7 +97,7 @@ async def take_picture(
             await asyncio.gather(*(_router(found, state) for found in _routers(view, fleet, state)))
         ),
         desired=parse_desired(data) if data is not None else None,
-        etcd=ServerRow(etcd, "ready", _pid(state, Kind.ETCD)),
+        etcd=ServerRow(etcd, etcd_state, _pid(state, Kind.ETCD)),
         nats=ServerRow(state.nats, _phase(state, Kind.NATS), _pid(state, Kind.NATS)) if state else None,
         supervisor=state.pid if state else None,
     )

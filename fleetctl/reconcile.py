@@ -36,7 +36,7 @@ the control plane last: draining workers need it."""
 REFUSED = 2
 """Exit code of a process that does not accept its settings."""
 
-COUNTED = (Phase.STARTING, Phase.READY, Phase.WAITING)
+COUNTED = (Phase.STARTING, Phase.READY, Phase.CRASHED)
 
 
 def parse_desired(data: bytes) -> Desired:
@@ -120,11 +120,11 @@ def _reconcile(
     gone = victims(have, len(have) - want)
     for child, reason in gone:
         why = f"{len(have)} {kind}, {want} wanted; {reason}"
-        actions.append(Forget(child.name, why) if child.phase is Phase.WAITING else Stop(child.name, why))
+        actions.append(Forget(child.name, why) if child.phase is Phase.CRASHED else Stop(child.name, why))
     if blocked_by(kind, children) is not None:
         return
     for child in have:
-        if child.phase is not Phase.WAITING or any(child is victim for victim, _ in gone):
+        if child.phase is not Phase.CRASHED or any(child is victim for victim, _ in gone):
             continue
         if now >= child.retry_at:
             actions.append(Start(kind, child.name, f"again, after {_crashes(child.failures)}"))
@@ -152,7 +152,7 @@ def victims(have: Sequence[Child], count: int) -> list[tuple[Child, str]]:
     loaded, then, where the load is unknown, the youngest."""
 
     def order(child: Child) -> tuple[int, int, float]:
-        unserving = (Phase.WAITING, Phase.STARTING)
+        unserving = (Phase.CRASHED, Phase.STARTING)
         rank = unserving.index(child.phase) if child.phase in unserving else 2
         if rank == 2 and child.load is None:
             rank = 3
@@ -170,9 +170,9 @@ def victims(have: Sequence[Child], count: int) -> list[tuple[Child, str]]:
 
 def _close(children: Sequence[Child], closing: Closing, actions: list[Action]) -> None:
     for child in children:
-        if child.phase is Phase.WAITING:
+        if child.phase is Phase.CRASHED:
             actions.append(Forget(child.name, "the fleet goes down"))
-    alive = [child for child in children if child.phase is not Phase.WAITING]
+    alive = [child for child in children if child.phase is not Phase.CRASHED]
     for stage in CLOSING_ORDER:
         here = [child for child in alive if child.kind in stage]
         for child in here:
@@ -201,7 +201,7 @@ def started(child: Child, pid: int, now: float) -> Child:
 
 def became(child: Child, phase: Phase, now: float) -> Child:
     """Ready, draining or stopping; `child` itself where that is nothing new or comes too late."""
-    if child.phase is phase or child.phase in (Phase.WAITING, Phase.STOPPING):
+    if child.phase is phase or child.phase in (Phase.CRASHED, Phase.STOPPING):
         return child
     unready = 0 if phase is Phase.READY else child.unready
     return replace(child, phase=phase, since=now, unready=unready)
@@ -232,7 +232,7 @@ def exited(
     pause = back_off_s(failures, policy, jitter)
     waiting = replace(
         child,
-        phase=Phase.WAITING,
+        phase=Phase.CRASHED,
         since=now,
         pid=None,
         load=None,

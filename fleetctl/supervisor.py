@@ -517,7 +517,7 @@ class Supervisor:
         )
 
     def _row(self, child: Child) -> WorkerRow:
-        report = self._reports.get(child.name) if child.phase is not Phase.WAITING else None
+        report = self._reports.get(child.name) if child.phase is not Phase.CRASHED else None
         card = self._cards.get(child.name)
         row = WorkerRow(
             id=child.name,

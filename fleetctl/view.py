@@ -15,7 +15,7 @@ _LOOKS = {
     "starting": ("◌", "yellow"),
     "draining": ("◐", "cyan"),
     "stopping": ("◐", "cyan"),
-    "waiting": ("✗", "red"),
+    "crashed": ("✗", "red"),
     "silent": ("✗", "red"),
     "away": ("✗", "red"),
 }
@@ -111,7 +111,7 @@ def _troubles(picture: FleetPicture) -> list[RenderableType]:
     return [
         Text.assemble((row.id, "bold"), f"  {row.note}", overflow="fold")
         for row in picture.workers
-        if row.state in ("waiting", "silent") and row.note
+        if row.state in ("crashed", "silent") and row.note
     ]
 
 

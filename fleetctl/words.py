@@ -31,8 +31,8 @@ class Phase(StrEnum):
     """Leaves because an operator told it to; no longer counted."""
     STOPPING = "stopping"
     """Leaves because the supervisor told it to; no longer counted."""
-    WAITING = "waiting"
-    """It crashed, has no process, and is started again when its back-off is over."""
+    CRASHED = "crashed"
+    """It has no process, and is started again when its back-off is over."""
 
 
 class Closing(StrEnum):
@@ -88,7 +88,7 @@ class Child:
     restarts: int = 0
     """All starts after the first."""
     retry_at: float = 0.0
-    """When a waiting child is started again."""
+    """When a crashed child is started again."""
     killed: bool = False
     """SIGKILL was sent; its exit is awaited."""
 
@@ -121,7 +121,7 @@ class Policy:
 class Start:
     kind: Kind
     name: str | None
-    """Of the waiting child to start again; None = a new one."""
+    """Of the crashed child to start again; None = a new one."""
     why: str
 
 

@@ -98,7 +98,9 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
             raise BadRequest("no counts are set yet: give both, prefill=N and decode=M")
         old = {str(kind): before.desired.of(kind) if before.desired else 0 for kind in WORKERS}
         new = Desired(**{**old, **counts})
-        changes = ", ".join(f"{role} {old[role]} → {new.of(Kind(role))}" for role in old)
+        changes = ", ".join(
+            f"{role} {old[role]} → {new.of(Kind(role))}" for role in old if old[role] != new.of(Kind(role))
+        )
         leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
         fields = {
             "fleet": target.fleet,
@@ -107,14 +109,17 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
             "dry_run": dry_run,
         }
         if dry_run:
-            lines = [f"would set {changes}", *(f"would drain {name}: {why}" for name, why in leaving)]
+            lines = [
+                f"would set {changes or 'nothing new'}",
+                *(f"would drain {name}: {why}" for name, why in leaving),
+            ]
             target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
             return
         await registry.put(desired_key(target.fleet), format_desired(new))
         if wait:
             await _wait_settled(registry, target.fleet, new, limit)
         note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
-        target.say(f"{'scaled' if wait else 'set'} {changes}{note}", **fields, settled=wait)
+        target.say(f"{'scaled' if wait else 'set'} {changes or 'nothing new'}{note}", **fields, settled=wait)
 
 
 def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:
@@ -123,7 +128,7 @@ def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str,
         "starting": Phase.STARTING,
         "ready": Phase.READY,
         "silent": Phase.READY,
-        "waiting": Phase.WAITING,
+        "crashed": Phase.CRASHED,
     }
     have = []
     for row in picture.workers:

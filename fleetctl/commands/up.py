@@ -79,9 +79,10 @@ def up(
     files = fetch(model)
     name = model_name or files.name
     if detach:
-        again = ["--model", str(files.folder), "--model-name", name, "--host", host, "--port", str(port)]
+        again = ["--fleet", target.fleet, "--state-dir", str(target.folder.path)]
+        again += ["--model", str(files.folder), "--model-name", name, "--host", host, "--port", str(port)]
         again += ["--prefill", str(prefill), "--decode", str(decode), *(f"--set={one}" for one in sets)]
-        _detached(target, again)
+        detach_until_ready(target, [sys.executable, "-P", "-m", "fleetctl", "up", *again])
         return
     from fleetctl.servers import check_free, free_ports
     from fleetctl.supervisor import FleetPlan, default_commands
@@ -149,7 +150,7 @@ async def _run(supervisor: Supervisor, show: _View) -> None:
         await supervisor.run()
     finally:
         drawing.cancel()
-        with suppress(asyncio.CancelledError):
+        with suppress(asyncio.CancelledError, OSError):
             await drawing
 
 
@@ -167,6 +168,11 @@ class _View:
         self._ready: dict[str, Any] | None = None
 
     def notice(self, notice: Notice) -> None:
+        # A closed terminal or pipe must not end the fleet before its drain.
+        with suppress(OSError):
+            self._notice(notice)
+
+    def _notice(self, notice: Notice) -> None:
         from rich.text import Text
 
         from fleetctl.view import try_line
@@ -223,19 +229,19 @@ def ready_lines(url: str, command: str) -> list[str]:
     return ["", f"Ready: {url}/v1 — try:", f"  {command}", ""]
 
 
-def _detached(target: Target, options: list[str]) -> None:
-    """Starts the supervisor as a process of its own and waits for its word."""
+def detach_until_ready(target: Target, command: list[str]) -> None:
+    """Runs `command`, a supervisor, on its own, and returns at its word that the fleet is ready.
+
+    Raises `Unavailable` with its last lines where it ends before. `--report-fd N` is added to the command.
+    """
     from fleetctl.view import try_line
 
-    folder = target.folder
-    folder.path.mkdir(parents=True, exist_ok=True)
-    own_log = folder.path / "detached.log"
+    target.folder.path.mkdir(parents=True, exist_ok=True)
+    own_log = target.folder.path / "detached.log"
     receive, send = os.pipe()
-    command = [sys.executable, "-P", "-m", "fleetctl", "up", *options, "--report-fd", str(send)]
-    command += ["--fleet", target.fleet, "--state-dir", str(folder.path)]
     with own_log.open("wb") as log:
         process = subprocess.Popen(
-            command,
+            [*command, "--report-fd", str(send)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -279,6 +285,8 @@ def _detached(target: Target, options: list[str]) -> None:
 def down(target: Target, now: bool, limit: float) -> None:
     """End the fleet on this machine: drain, then stop all its processes."""
     folder = target.folder
+    # One that starts this moment holds the lock and has written nothing yet.
+    _wait(lambda: folder.read() is not None or not folder.held(), 5.0)
     state = folder.read()
     if state is None or not alive(state.pid, state.born):
         orphans = _clear(folder) if state is not None else 0

@@ -25,7 +25,7 @@ PICTURE = FleetPicture(
             "prefill-aaaaaa", "prefill", "ready", 11, running=2, waiting=1, blocks_free=60, blocks_total=80
         ),
         WorkerRow("decode-bbbbbb", "decode", "starting", 12),
-        WorkerRow("decode-cccccc", "decode", "waiting", None, restarts=2, note="crash: ended, exit code 1"),
+        WorkerRow("decode-cccccc", "decode", "crashed", None, restarts=2, note="crash: ended, exit code 1"),
     ),
     routers=(RouterRow("router", "http://127.0.0.1:8000", "ready", 10),),
     desired=Desired(1, 2),

@@ -42,7 +42,7 @@ POLICY = Policy()
 
 def child(name: str, phase: Phase = Phase.READY, since: float = 0.0, **more: object) -> Child:
     kind = Kind(name.partition("-")[0])
-    pid = None if phase is Phase.WAITING else 1000 + len(name)
+    pid = None if phase is Phase.CRASHED else 1000 + len(name)
     return replace(Child(name, kind, phase, since, pid), **more)  # type: ignore[arg-type]
 
 
@@ -93,7 +93,7 @@ def test_unknown_load_is_not_zero() -> None:
 
 
 def test_those_that_serve_nobody_go_first() -> None:
-    crashed = child("decode-a", Phase.WAITING, retry_at=500.0)
+    crashed = child("decode-a", Phase.CRASHED, retry_at=500.0)
     starting = child("decode-b", Phase.STARTING, since=99.0)
     ready = child("decode-c", load=0)
     actions = acts(Desired(0, 1), [*BASE, ready, starting, crashed])
@@ -206,7 +206,7 @@ def test_a_frozen_worker_is_killed_and_one_that_was_only_slow_is_not() -> None:
 
 
 def test_the_fleet_goes_down_in_order() -> None:
-    children = [*BASE, child("prefill-a"), child("decode-a"), child("decode-b", Phase.WAITING)]
+    children = [*BASE, child("prefill-a"), child("decode-a"), child("decode-b", Phase.CRASHED)]
     order: list[set[str]] = []
     while children:
         actions = acts(Desired(1, 2), children, closing=Closing.ORDERLY)
@@ -280,7 +280,7 @@ def test_whatever_the_state_each_child_is_told_one_thing_and_counts_come_right(
     ready = {one.kind for one in children if one.phase is Phase.READY}
     for kind in WORKERS:
         have = sum(
-            one.kind is kind and one.phase in (Phase.READY, Phase.STARTING, Phase.WAITING) for one in children
+            one.kind is kind and one.phase in (Phase.READY, Phase.STARTING, Phase.CRASHED) for one in children
         )
         mine = {one.name for one in children if one.kind is kind}
         let_go = sum(isinstance(action, Stop | Forget) and action.name in mine for action in actions)

@@ -41,7 +41,8 @@ def main() -> None:
                 policy=Policy(**given.get("policy", {})),
                 look_s=0.2,
             )
-            run_plan(plan, Target("default", folder, None, given.get("json", False)))
+            report_fd = int(sys.argv[4]) if "--report-fd" in sys.argv else None
+            run_plan(plan, Target("default", folder, None, given.get("json", False)), report_fd)
     except FleetError as error:
         fail(error, as_json=False)
 

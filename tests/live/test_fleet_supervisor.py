@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from fleet.member import desired_key
+from fleet.registry.etcd_registry import EtcdRegistry
 from fleetctl.state import StateFolder, alive
 from fleetctl.words import FleetState
 
@@ -285,11 +288,6 @@ def test_nothing_outlives_a_supervisor_that_is_killed_and_the_next_one_starts_cl
 
 
 def test_counts_nobody_can_read_change_nothing(start: Callable[..., Fleet]) -> None:
-    import asyncio
-
-    from fleet.member import desired_key
-    from fleet.registry.etcd_registry import EtcdRegistry
-
     fleet = start()
     fleet.line("fleet +ready")
     before = fleet.pids()
@@ -306,3 +304,52 @@ def test_counts_nobody_can_read_change_nothing(start: Callable[..., Fleet]) -> N
     fleet.line(r"prefill-\w+ +ready")
     assert before.items() <= fleet.pids().items()
     assert fleet.end() == 0
+
+
+def test_a_paused_etcd_costs_no_worker_and_status_still_answers(start: Callable[..., Fleet]) -> None:
+    fleet = start()
+    fleet.line("fleet +ready")
+    before = fleet.pids()
+    os.kill(before["etcd"], signal.SIGSTOP)
+    try:
+        status = fleet.run("status")
+    finally:
+        os.kill(before["etcd"], signal.SIGCONT)
+    assert status["etcd"]["state"] == "silent"
+    assert {row["id"] for row in status["workers"]} == {*fleet.pids("prefill"), *fleet.pids("decode")}
+    assert fleet.run("scale", "decode=1", "--wait")["settled"]
+    assert fleet.pids() == before
+    assert fleet.end() == 0
+
+
+def test_detached_returns_when_ready_and_the_fleet_stays(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+
+    def detach(**given: Any) -> subprocess.CompletedProcess[str]:
+        """In a process of its own, which ends while the fleet goes on."""
+        program = str(Path(__file__).with_name("standin_up.py"))
+        command = [sys.executable, program, str(tmp_path), json.dumps({"desired": [1, 1], **given})]
+        script = (
+            "from pathlib import Path\n"
+            "from fleetctl.commands.up import detach_until_ready\n"
+            "from fleetctl.options import Target\n"
+            "from fleetctl.state import StateFolder\n"
+            f"target = Target('default', StateFolder(Path({str(tmp_path)!r})), None, True)\n"
+            f"detach_until_ready(target, {command!r})\n"
+        )
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    ready = json.loads(detach().stdout)
+    assert ready["ready"] is True
+    state = folder.read()
+    assert state is not None
+    assert (ready["pid"], ready["url"]) == (state.pid, f"{state.router}/v1")
+    assert alive(state.pid, state.born)
+    os.kill(state.pid, signal.SIGTERM)
+    until(lambda: not alive(state.pid, state.born))
+    assert folder.read() is None
+
+    failed = detach(flags={"decode": ["--no-such-setting=1"]})
+    assert failed.returncode == 1
+    assert "there is no setting --no-such-setting" in failed.stderr
+    assert not folder.held()
