@@ -284,7 +284,7 @@ class Supervisor:
         ]
         if kind is Kind.ROUTER:
             return [*control, "--host", self.plan.host, "--port", str(self.plan.port)]
-        model = ["--model", str(self.plan.model), "--model-name", self.plan.model_name]
+        model = ["--model", str(self.plan.model), "--served-model-name", self.plan.model_name]
         return [*control, *model, "--worker-id", name]
 
     async def _attend(self, name: str, process: asyncio.subprocess.Process) -> None:

@@ -32,7 +32,7 @@ Say = Callable[[dict[str, Any]], None]
 @click.option(
     "--model", default="smollm2", show_default=True, help="smollm2, owner/name, folder or .gguf file."
 )
-@click.option("--model-name", help="Name it is served under.  [default: the model's own]")
+@click.option("--served-model-name", "model_name", help="Name clients use.  [default: the model's own]")
 @click.option(
     "--prefill", type=click.IntRange(0, MOST_WORKERS), default=1, show_default=True, help="Workers."
 )
@@ -80,7 +80,8 @@ def up(
     name = model_name or files.name
     if detach:
         again = ["--fleet", target.fleet, "--state-dir", str(target.folder.path)]
-        again += ["--model", str(files.folder), "--model-name", name, "--host", host, "--port", str(port)]
+        again += ["--model", str(files.folder), "--served-model-name", name]
+        again += ["--host", host, "--port", str(port)]
         again += ["--prefill", str(prefill), "--decode", str(decode), *(f"--set={one}" for one in sets)]
         detach_until_ready(target, [sys.executable, "-P", "-m", "fleetctl", "up", *again])
         return

@@ -32,7 +32,7 @@ class StandInSettings:
 
     worker_id: str
     model: Path
-    model_name: str
+    served_model_name: str
     folder: Path
     role: str
     behave: str = ""
@@ -71,7 +71,7 @@ async def serve_until_drained(settings: StandInSettings) -> None:
         state=MemberState.STARTING,
         address=server.address,
         transfer="",
-        model=settings.model_name,
+        model=settings.served_model_name,
         fingerprint=Fingerprint("m", "t", 1, 1, 8, 16, "float32"),
         blocks=100,
         max_tokens=100,
