@@ -91,8 +91,8 @@ class FleetPlan:
     host: str
     port: int
     """Of the router; a real one, never 0."""
-    model: Path
-    """Folder of the model's files."""
+    model: str
+    """Folder of the model's files, or the latency model's name."""
     model_name: str
     desired: Desired
     commands: Mapping[Kind, tuple[str, ...]]
@@ -151,7 +151,8 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        host = f"[{self.plan.host}]" if ":" in self.plan.host else self.plan.host
+        host = _reachable(self.plan.host)
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.plan.port}"
 
     @property
@@ -282,9 +283,10 @@ class Supervisor:
             "--control.fleet",
             self.plan.fleet,
         ]
+        model = ["--model", self.plan.model, "--served-model-name", self.plan.model_name]
         if kind is Kind.ROUTER:
-            return [*control, "--host", self.plan.host, "--port", str(self.plan.port)]
-        model = ["--model", str(self.plan.model), "--served-model-name", self.plan.model_name]
+            bind = ["--control.bind", self.plan.host, "--control.advertise", _reachable(self.plan.host)]
+            return [*control, *bind, "--http.port", str(self.plan.port), *model]
         return [*control, *model, "--worker-id", name]
 
     async def _attend(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -554,7 +556,7 @@ def _environment(kind: Kind) -> dict[str, str]:
 
 
 def _reachable(host: str) -> str:
-    """Where to look for a router that listens on every interface."""
+    """Where a router that listens on every interface is found from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 

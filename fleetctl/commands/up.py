@@ -24,6 +24,9 @@ from fleetctl.words import MOST_WORKERS, WORKERS, Desired, Kind
 if TYPE_CHECKING:
     from fleetctl.supervisor import FleetPlan, Notice, Supervisor
 
+LATENCY = "latency"
+"""The model without weights, which needs no files; times may follow: `latency:base=5,decode=0.2`."""
+
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -74,13 +77,10 @@ def up(
     if target.folder.held():
         with target.folder.locked():
             pass  # raises, and says who it is
-    from fleetctl.commands.model import fetch
-
-    files = fetch(model)
-    name = model_name or files.name
+    source, name = _source(model, model_name)
     if detach:
         again = ["--fleet", target.fleet, "--state-dir", str(target.folder.path)]
-        again += ["--model", str(files.folder), "--served-model-name", name]
+        again += ["--model", source, "--served-model-name", name]
         again += ["--host", host, "--port", str(port)]
         again += ["--prefill", str(prefill), "--decode", str(decode), *(f"--set={one}" for one in sets)]
         detach_until_ready(target, [sys.executable, "-P", "-m", "fleetctl", "up", *again])
@@ -92,9 +92,19 @@ def up(
         port = port or free_ports(1, host)[0]
         check_free(host, port)
         plan = FleetPlan(
-            target.fleet, host, port, files.folder, name, Desired(prefill, decode), default_commands(), flags
+            target.fleet, host, port, source, name, Desired(prefill, decode), default_commands(), flags
         )
         run_plan(plan, target, report_fd)
+
+
+def _source(model: str, model_name: str | None) -> tuple[str, str]:
+    """What the workers load, brought here first, and the name it is served under."""
+    if model.partition(":")[0] == LATENCY:
+        return model, model_name or LATENCY
+    from fleetctl.commands.model import fetch
+
+    files = fetch(model)
+    return str(files.folder), model_name or files.name
 
 
 def _flags(sets: Sequence[str]) -> dict[Kind, tuple[str, ...]]:

@@ -11,12 +11,20 @@ from fleet.settings import ControlSettings, load_or_exit
 
 
 @dataclass(frozen=True, slots=True)
+class HttpPart:
+    """Where it listens."""
+
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StandInRouterSettings:
     """What the supervisor gives a router, and what the test adds."""
 
     folder: Path
-    host: str = "127.0.0.1"
-    port: int = 0
+    model: str
+    served_model_name: str
+    http: HttpPart = field(default_factory=HttpPart)
     control: ControlSettings = field(default_factory=ControlSettings)
 
 
@@ -30,7 +38,7 @@ async def main(settings: StandInRouterSettings) -> None:
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with await asyncio.start_server(answer, settings.host, settings.port):
+    async with await asyncio.start_server(answer, settings.control.bind, settings.http.port):
         await stop.wait()
 
 

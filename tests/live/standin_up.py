@@ -33,7 +33,7 @@ def main() -> None:
                 fleet="default",
                 host="127.0.0.1",
                 port=free_ports(1)[0],
-                model=Path("/"),
+                model="nowhere",
                 model_name="stand-in",
                 desired=Desired(*given["desired"]),
                 commands=commands,

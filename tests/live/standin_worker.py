@@ -31,7 +31,7 @@ class StandInSettings:
     """What the supervisor gives a worker, and what the test adds."""
 
     worker_id: str
-    model: Path
+    model: str
     served_model_name: str
     folder: Path
     role: str
