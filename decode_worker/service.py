@@ -21,6 +21,9 @@ from kv_transfer.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
+COUNTERS = ("pulls_recomputed", "pulled_tokens", "pull_hit_tokens", "local_prefills")
+"""Pulls that became local computing; prompt tokens brought, and found here; jobs without a ticket."""
+
 
 class DecodeService:
     """`DecodeJob` in; tokens out. KV that does not come, or not proven, is computed here: never guessed."""
@@ -31,7 +34,12 @@ class DecodeService:
         self._transfer = transfer
         self._pull_limit_s = pull_limit_s
         self._bringing: dict[str, asyncio.Task[None]] = {}
-        self._counters = {"pulls_recomputed": 0, "pulled_tokens": 0, "pull_hit_tokens": 0, "local_prefills": 0}
+        self._counters = {
+            "pulls_recomputed": 0,
+            "pulled_tokens": 0,
+            "pull_hit_tokens": 0,
+            "local_prefills": 0,
+        }
         self._pull_bytes_s: float | None = None
         self._model = engine.fingerprint.digest()
 
@@ -85,7 +93,9 @@ class DecodeService:
                 proven = max(proven, ticket.tokens)
             except (LeaseExpired, TransferFailed, BadRequest) as error:
                 self._counters["pulls_recomputed"] += 1
-                log.warning("request %s: KV did not come, computing it here: %s", stream.job.request.id, error)
+                log.warning(
+                    "request %s: KV did not come, computing it here: %s", stream.job.request.id, error
+                )
             finally:
                 # Also after a cancel: the pull has ended for sure, so the blocks may be used again.
                 self._engine.filled(new.id, proven)
@@ -109,6 +119,9 @@ class DecodeService:
 
     def release(self, lease: LeaseId) -> None:
         self._transfer.release(lease)
+
+    def lease_ended(self, lease: LeaseId, why: str) -> None:
+        """This role lends nothing."""
 
     def stepped(self, report: StepReport) -> None:
         """The engine's sink."""

@@ -199,6 +199,10 @@ class Engine:
                     grant.set_exception(Unavailable("the engine has stopped"))
             self._grants.clear()
 
+    async def close(self) -> None:
+        """Lets the device go; after `run` has ended."""
+        await self._runner.close()
+
     async def _step(self, batch: Batch) -> StepReport:
         start = self._now()
         error: FleetError

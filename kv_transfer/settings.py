@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TRANSPORTS = ("shm", "ucx", "loopback")
 
@@ -45,6 +45,12 @@ class TransferSettings:
             raise ValueError(f"chunk_bytes: must be 4 KiB to 32 MiB, not {self.chunk_bytes}")
         if self.in_flight_bytes < self.chunk_bytes:
             raise ValueError("in_flight_bytes: must be at least chunk_bytes")
+
+    def listening(self, bind: str, advertise: str) -> TransferSettings:
+        """These, at the addresses of the process where they name none of their own."""
+        if self.bind != "127.0.0.1" or self.advertise:
+            return self
+        return replace(self, bind=bind, advertise=advertise)
 
     def names(self) -> tuple[str, ...]:
         """Transports to start, the most wanted first."""

@@ -17,7 +17,7 @@ from kv_transfer.transfer import Transfer
 
 
 class PrefillService:
-    """`PrefillJob` in; `Prefilled` with a ticket out. Holds a sequence's blocks as long as its lease lives."""
+    """`PrefillJob` in; `Prefilled` with a ticket out. Keeps a sequence's blocks while its lease lives."""
 
     def __init__(self, chassis: Chassis, engine: Engine, transfer: Transfer) -> None:
         self._chassis = chassis

@@ -1,0 +1,30 @@
+"""Settings of a prefill worker's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.settings import EngineSettings
+from fleet.chassis import ChassisSettings
+from fleet.settings import ControlSettings
+from fleet.wire.session import WireSettings
+from kv_transfer.settings import TransferSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWorkerSettings:
+    """A process that computes prompts and lends their KV."""
+
+    model: str = "smollm2"
+    """Folder, .gguf file, hub name, or `smollm2`."""
+    served_model_name: str = ""
+    """Name clients use; empty: the model's own."""
+    worker_id: str = ""
+    """Name of this worker in the fleet; empty: drawn."""
+    port: int = 0
+    """Of the control server; 0 takes a free one."""
+    control: ControlSettings = field(default_factory=ControlSettings)
+    chassis: ChassisSettings = field(default_factory=ChassisSettings)
+    wire: WireSettings = field(default_factory=WireSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
