@@ -1,0 +1,154 @@
+"""The life of a process: signals, one task group, and an exit code that says how it went.
+
+The first SIGTERM or SIGINT asks to drain, the second to hurry, the third ends the process where it is.
+A root task that ends before it was asked to ends the process with code 1: nothing dies unnoticed while
+the rest looks healthy. SIGUSR1 prints every thread's stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from fleet.errors import FleetError
+from fleet.settings import SettingsError, load
+from fleet.telemetry import LogSettings, set_up_logging
+
+log = logging.getLogger(__name__)
+
+
+class Life:
+    """What a process's main coroutine is given."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self.stopping = asyncio.Event()
+        """Asked to leave: take no new work, finish what runs."""
+        self.hurrying = asyncio.Event()
+        """Asked twice: leave what runs."""
+        self._group = group
+        self._roots: list[asyncio.Task[None]] = []
+
+    def root(self, name: str, work: Coroutine[Any, Any, object]) -> None:
+        """Runs as long as the process. Its end ends the process, unless that is stopping already."""
+        self._roots.append(self._group.create_task(self._watched(name, work), name=name))
+
+    async def _watched(self, name: str, work: Coroutine[Any, Any, object]) -> None:
+        await work
+        if not self.stopping.is_set():
+            raise RuntimeError(f"{name} has ended by itself")
+
+    def signalled(self, number: int) -> None:
+        """A signal came. The third does not return."""
+        name = signal.Signals(number).name
+        if not self.stopping.is_set():
+            log.info("%s: stopping; once more to hurry", name)
+            self.stopping.set()
+        elif not self.hurrying.is_set():
+            log.warning("%s again: hurrying; once more to end here and now", name)
+            self.hurrying.set()
+        else:
+            log.error("%s for the third time: ended", name)
+            logging.shutdown()
+            os._exit(128 + number)
+
+    async def live(self, main: Callable[[Life], Awaitable[None]]) -> None:
+        await main(self)
+        for task in self._roots:
+            task.cancel()
+
+
+def run_process(main: Callable[[Life], Awaitable[None]], log_settings: LogSettings | None = None) -> NoReturn:
+    """Runs `main` and exits: 0 when it returned, 1 when it or a root task failed, with the reason logged.
+
+    Without `log_settings`, `PDFLEET_LOG_LEVEL` and `PDFLEET_LOG_FORMAT` say how to log. Runs on uvloop
+    where there is one.
+    """
+    set_up_logging(log_settings or _log_settings())
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_live(main))
+    except Exception as error:  # noqa: BLE001 — the root of the process
+        _explain(error)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+async def _live(main: Callable[[Life], Awaitable[None]]) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        life = Life(group)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, life.signalled, number)
+        await life.live(main)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+@dataclass(frozen=True, slots=True)
+class _FromEnvironment:
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+def _log_settings() -> LogSettings:
+    try:
+        return load(_FromEnvironment, [], os.environ).log
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _explain(error: Exception) -> None:
+    causes = _flat(error)
+    if all(isinstance(cause, FleetError | SettingsError | OSError) for cause in causes):
+        # Its text is all that helps: a port in use, a model that is not there.
+        for cause in causes:
+            log.error("ended: %s: %s", type(cause).__name__, cause)
+    else:
+        log.critical("ended by a defect", exc_info=error)
+
+
+def _flat(error: Exception) -> list[Exception]:
+    if isinstance(error, ExceptionGroup):
+        return [cause for one in error.exceptions for cause in _flat(one)]
+    return [error]
+
+
+class Progress:
+    """Health from progress: work that waits while nothing gets done for `limit_s` seconds is a defect,
+    whatever else looks alive. Feed it what is so, any number of times a second."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._done = 0
+        self._since: float | None = None
+        """When work was first seen waiting with nothing done since."""
+
+    def observe(self, waiting: int, done: int, now: float) -> None:
+        """`waiting` units are not done yet, `done` is a total of whatever moves while all is well."""
+        if not waiting:
+            self._since = None
+        elif self._since is None or done != self._done:
+            self._since = now
+        self._done = done
+
+    def stuck(self, now: float) -> str | None:
+        """None while healthy; else why not."""
+        if self._since is None or now - self._since < self._limit_s:
+            return None
+        return f"work waits and nothing was done for {now - self._since:.1f} s"

@@ -1,0 +1,180 @@
+"""The life of a process, shown by real processes that are signalled and that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fleet.life import Progress
+
+HEAD = """
+import asyncio, sys
+from fleet.life import Life, run_process
+from fleet.errors import Unavailable
+def say(text): print(text, flush=True)
+"""
+
+
+@contextmanager
+def process(body: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose `main` is the body; it is killed at the end whatever happened."""
+    indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    code = f"{HEAD}\nasync def main(life):\n{indented}\nrun_process(main)\n"
+    started = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environ},
+    )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def said(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline().strip()
+
+
+def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and what was logged."""
+    _, log = started.communicate(timeout=60)
+    return started.returncode, log
+
+
+def test_a_main_that_returns_is_a_good_end_and_takes_the_roots_along() -> None:
+    body = """
+async def forever():
+    try:
+        await asyncio.Event().wait()
+    finally:
+        say("root cancelled")
+life.root("forever", forever())
+await asyncio.sleep(0)
+say("main")
+"""
+    with process(body) as started:
+        assert said(started) == "main"
+        assert said(started) == "root cancelled"
+        assert ended(started) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_drain_then_hurry(number: signal.Signals) -> None:
+    body = """
+say("up")
+await life.stopping.wait()
+say("draining")
+await life.hurrying.wait()
+say("hurrying")
+"""
+    with process(body) as started:
+        assert said(started) == "up"
+        started.send_signal(number)
+        assert said(started) == "draining"
+        started.send_signal(number)
+        assert said(started) == "hurrying"
+        assert ended(started)[0] == 0
+
+
+def test_the_third_signal_ends_what_does_not_listen() -> None:
+    body = """
+say("up")
+await life.stopping.wait()
+say("one")
+await life.hurrying.wait()
+say("two")
+await asyncio.Event().wait()
+"""
+    with process(body) as started:
+        for line in ("up", "one", "two"):
+            assert said(started) == line
+            started.send_signal(signal.SIGTERM)
+        code, log = ended(started)
+        assert code == 128 + signal.SIGTERM
+        assert "third" in log
+
+
+def test_a_root_that_ends_by_itself_ends_the_process() -> None:
+    body = """
+async def short(): say("short")
+life.root("the short one", short())
+try:
+    await asyncio.Event().wait()
+finally:
+    say("main cancelled")
+"""
+    with process(body) as started:
+        assert said(started) == "short"
+        assert said(started) == "main cancelled"
+        code, log = ended(started)
+        assert code == 1
+        assert "the short one has ended by itself" in log
+
+
+def test_a_root_may_end_when_the_process_stops() -> None:
+    body = """
+async def listener(): await life.stopping.wait()
+life.root("listener", listener())
+say("up")
+await life.stopping.wait()
+await asyncio.sleep(0.05)
+"""
+    with process(body) as started:
+        assert said(started) == "up"
+        started.send_signal(signal.SIGTERM)
+        assert ended(started)[0] == 0
+
+
+def test_a_defect_is_logged_with_its_trace() -> None:
+    with process("raise KeyError('what was missing')") as started:
+        code, log = ended(started)
+    assert code == 1
+    assert "Traceback" in log
+    assert "KeyError: 'what was missing'" in log
+
+
+def test_an_error_with_a_clear_text_is_one_line() -> None:
+    body = """
+async def fail(): raise Unavailable("no etcd at 1.2.3.4:2379")
+life.root("root", fail())
+await asyncio.Event().wait()
+"""
+    with process(body) as started:
+        code, log = ended(started)
+    assert code == 1
+    assert log.strip().endswith("ended: Unavailable: no etcd at 1.2.3.4:2379")
+    assert log.count("\n") == 1
+
+
+def test_log_settings_come_from_the_environment() -> None:
+    with process("raise OSError('port in use')", PDFLEET_LOG_FORMAT="json") as started:
+        assert '"message": "ended: OSError: port in use"' in ended(started)[1]
+    with process("say('up')", PDFLEET_LOG_LEVEL="loud") as started:
+        code, log = ended(started)
+    assert code == 2
+    assert "PDFLEET_LOG_LEVEL is 'loud'; one of debug, info, warning, error is needed" in log
+
+
+def test_health_is_progress() -> None:
+    progress = Progress(limit_s=5)
+    progress.observe(waiting=0, done=0, now=0)
+    assert progress.stuck(100) is None  # idle for long is well
+    progress.observe(waiting=3, done=0, now=100)
+    assert progress.stuck(104.9) is None
+    progress.observe(waiting=4, done=0, now=104.9)
+    assert progress.stuck(105.5) == "work waits and nothing was done for 5.5 s"
+    progress.observe(waiting=4, done=1, now=106)  # moves again
+    assert progress.stuck(110.9) is None
+    assert progress.stuck(111) is not None
+    progress.observe(waiting=0, done=1, now=112)
+    assert progress.stuck(200) is None
