@@ -32,16 +32,19 @@ def find_binary(name: str) -> str:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that were free a moment ago, all different."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        sockets = [stack.enter_context(socket.socket(_family(host))) for _ in range(count)]
         for each in sockets:
             each.bind((host, 0))
         return [int(each.getsockname()[1]) for each in sockets]
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def check_free(host: str, port: int) -> None:
     """Raises `Unavailable` when nobody could listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -122,5 +122,11 @@ def try_line(url: str, model: str) -> str:
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{text}'"
 
 
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: rich would end the process, which may be a fleet's supervisor."""
+        self.quiet = True
+
+
 def terminal(stderr: bool = False) -> Console:
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return _Terminal(stderr=stderr, highlight=False)

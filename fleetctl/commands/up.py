@@ -304,6 +304,8 @@ def down(target: Target, now: bool, limit: float) -> None:
         rest = f"; ended {orphans} processes that its killed supervisor left" if orphans else ""
         target.say(f"fleet {target.fleet} is not up{rest}", fleet=target.fleet, was_up=False, orphans=orphans)
         return
+    if not target.as_json:
+        click.echo(f"draining fleet {target.fleet} …", err=True)
     os.kill(state.pid, signal.SIGTERM)
     if now:
         # Two signals at once may arrive as one: the second follows when the first was acted upon.
