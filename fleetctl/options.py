@@ -67,9 +67,8 @@ def fleet_options(etcd: bool = True) -> Callable[[Callable[..., Any]], Callable[
             **rest: Any,
         ) -> Any:
             try:
-                folder = StateFolder(
-                    state_dir if state_dir is not None else default_folder(fleet or "default")
-                )
+                usual = default_folder(fleet or "default")
+                folder = StateFolder(usual if state_dir is None else state_dir)
                 state = folder.read() if given_etcd is None else None
                 name = fleet or (state.fleet if state is not None else "default")
                 return command(Target(name, folder, given_etcd, as_json), **rest)
