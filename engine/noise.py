@@ -43,8 +43,8 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """
     bits = tokens * _signed(0x9E3779B1) + keys[:, :1]
     bits = _mix(bits).bitwise_xor_(keys[:, 1:])
-    # 24 bits are what a float32 holds; the half keeps both logarithms finite.
-    uniform = ((_mix(bits) >> 8) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)
+    # 23 bits and a half fit a float32 exactly: never 0 or 1, so both logarithms are finite.
+    uniform = ((_mix(bits) >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 

@@ -15,6 +15,9 @@ from fleet.request import TokenLogprobs
 _LIST = 256
 """Most likely tokens looked at first where top-k or top-p cuts; more only if the cut lies beyond."""
 
+_CACHED = 1 << 16
+"""Numbers of noise that stay in a CPU's second level cache while they are made."""
+
 
 def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Tokens and log-probabilities, one a row; `logits` is float32 `[rows, vocabulary]` and may be changed.
@@ -90,29 +93,37 @@ def _draw_random(
     device, vocabulary = logits.device, logits.shape[1]
     cut = [row for row in random if _cuts(chunks[row], vocabulary)]
     whole = [row for row in random if not _cuts(chunks[row], vocabulary)]
-    # One row at a time: its noise then stays in the processor's cache, and a batch gains nothing.
-    for row in whole:
-        sampling = chunks[row].sampling
-        scaled = (logits[row : row + 1] - best[row]).div_(sampling.temperature)
-        candidates = torch.arange(vocabulary, dtype=torch.int32, device=device)
-        tokens[row] = _winner(scaled, candidates, [chunks[row]], [sampling.min_p])[0]
+    if whole:
+        every = torch.arange(vocabulary, dtype=torch.int32, device=device)
+        # A few rows at a time on a CPU: noise for all of them would not stay in its cache.
+        count = max(1, _CACHED // vocabulary) if device.type == "cpu" else len(whole)
+        for first in range(0, len(whole), count):
+            rows = whole[first : first + count]
+            part = [chunks[row] for row in rows]
+            tokens[rows] = _winner(_scaled(logits, best, rows, part), every, part)
     if cut:
-        settings = [chunks[row].sampling for row in cut]
-        heat = torch.tensor([s.temperature for s in settings], device=device).unsqueeze(1)
-        scaled = (logits[cut] - best[cut].unsqueeze(1)).div_(heat)
-        values, candidates = _likely(scaled, [(s.top_k, s.top_p) for s in settings])
-        place = _winner(values, candidates.int(), [chunks[row] for row in cut], [s.min_p for s in settings])
+        part = [chunks[row] for row in cut]
+        limits = [(chunk.sampling.top_k, chunk.sampling.top_p) for chunk in part]
+        values, candidates = _likely(_scaled(logits, best, cut, part), limits)
+        place = _winner(values, candidates.int(), part)
         tokens[cut] = candidates.gather(1, place.unsqueeze(1)).squeeze(1)
+
+
+def _scaled(logits: Tensor, best: Tensor, rows: list[int], chunks: Sequence[Chunk]) -> Tensor:
+    """Logits over temperature, with the largest of each row at 0."""
+    heat = torch.tensor([chunk.sampling.temperature for chunk in chunks], device=logits.device)
+    return (logits[rows] - best[rows].unsqueeze(1)).div_(heat.unsqueeze(1))
 
 
 def _cuts(chunk: Chunk, vocabulary: int) -> bool:
     return 0 < chunk.sampling.top_k < vocabulary or chunk.sampling.top_p < 1.0
 
 
-def _winner(scaled: Tensor, candidates: Tensor, chunks: Sequence[Chunk], min_p: Sequence[float]) -> Tensor:
+def _winner(scaled: Tensor, candidates: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     """Column of the largest logit plus noise in each row; `scaled` has its maximum at 0."""
-    if any(min_p):
-        least = torch.tensor(min_p, device=scaled.device).log().unsqueeze(1)
+    if any(chunk.sampling.min_p for chunk in chunks):
+        least = torch.tensor([chunk.sampling.min_p for chunk in chunks], device=scaled.device)
+        least = least.log().unsqueeze(1)
         scaled = scaled.masked_fill(scaled < least, -torch.inf)
     # The position of the token that is drawn: the same wherever the sequence runs.
     draws = [(chunk.sampling.seed, chunk.start + len(chunk.tokens)) for chunk in chunks]

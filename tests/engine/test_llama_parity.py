@@ -1,0 +1,261 @@
+"""What the torch runner computes is what `transformers` computes, however the work is cut and mixed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.build import build_runner
+from engine.settings import EngineSettings
+from engine.torch_runner import TorchRunner
+from fleet.model_files import resolve
+from fleet.request import Sampling
+
+VARIANTS = ["smollm", "llama2", "llama3", "llama-biases", "mistral", "qwen2"]
+VOCABULARY = 160
+SEEN = Sampling(max_tokens=1 << 20, temperature=0, logprobs=VOCABULARY)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length} {seed}").choices(range(3, VOCABULARY), k=length)
+
+
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reference_logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
+
+
+def seen_logprobs(sequence: Any) -> torch.Tensor:
+    """All log-probabilities the runner gave at each drawn position, `[drawn, vocabulary]`."""
+    table = torch.empty(len(sequence.drawn), VOCABULARY)
+    for row, found in zip(table, sequence.logprobs, strict=True):
+        for token, value in found.top:
+            row[token] = value
+    return table
+
+
+def check(model: Any, sequence: Any) -> None:
+    tokens = sequence.prompt + sequence.drawn
+    expected = reference_logprobs(model, tokens)[len(sequence.prompt) - 1 : -1]
+    torch.testing.assert_close(seen_logprobs(sequence), expected, atol=2e-3, rtol=1e-3)
+    assert sequence.drawn == seen_logprobs(sequence).argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_logprob_of_prompt_and_decode_is_the_reference(
+    variant: str, small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    driver = drive(small_runner(variant))
+    sequences = [driver.add(prompt(length), 8, SEEN) for length in (1, 5, 16, 17, 80)]
+    driver.run(sequences, 8)
+    model = load(small_model(variant))
+    for sequence in sequences:
+        check(model, sequence)
+
+
+def test_prompts_longer_than_a_block_of_scores(
+    small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    driver = drive(small_runner())
+    model = load(small_model("smollm"))
+    whole, cut = (driver.add(prompt(700), 3, SEEN) for _ in range(2))
+    driver.run([whole], 3)
+    driver.run([cut], 3, chunk=200)
+    check(model, whole)
+    check(model, cut)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    chunk=st.integers(1, 70),
+    block_size=st.sampled_from([1, 4, 16]),
+)
+def test_mixed_batches_of_chunks_and_decodes(
+    lengths: list[int],
+    chunk: int,
+    block_size: int,
+    small_model: Callable[[str], Path],
+    small_runner: Callable[..., TorchRunner],
+    drive: Any,
+) -> None:
+    driver = drive(small_runner(block_size=block_size))
+    model = load(small_model("smollm"))
+    sequences = [driver.add(prompt(length, seed), 4, SEEN) for seed, length in enumerate(lengths)]
+    driver.run(sequences, 4, chunk)
+    for sequence in sequences:
+        check(model, sequence)
+
+
+def test_more_decodes_than_one_gather_holds(
+    small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    # Blocks of 1,024 tokens make a page of 256 KiB, so that 16 sequences fill a group.
+    driver = drive(small_runner(block_size=1024, kv_memory_bytes=40 << 20))
+    sequences = [driver.add(prompt(1 + seed % 7, seed), 3, SEEN) for seed in range(40)]
+    driver.run(sequences, 3)
+    model = load(small_model("smollm"))
+    for sequence in sequences:
+        check(model, sequence)
+
+
+def test_a_cached_prefix_gives_what_a_cold_prompt_gives(
+    small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    driver = drive(small_runner())
+    first = driver.add(prompt(50), 4, SEEN)
+    driver.run([first], 4)
+    longer = first.prompt + first.drawn + prompt(9)
+    warm = driver.add(longer, 4, SEEN, after=first, shared=48)
+    driver.run([warm], 4)
+    assert warm.blocks[:3] == first.blocks[:3]
+    check(load(small_model("smollm")), warm)
+
+
+def test_old_bytes_in_the_pool_change_nothing(
+    small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    """Freed blocks keep what was in them; even NaN there must not reach a sequence that takes them next."""
+    runner = small_runner()
+    memory = runner._pool._blocks
+    memory.fill_(torch.nan)
+    driver = drive(runner)
+    sequences = [driver.add(prompt(length), 20, SEEN) for length in (3, 17, 40)]
+    driver.run(sequences, 20, chunk=11)
+    model = load(small_model("smollm"))
+    for sequence in sequences:
+        check(model, sequence)
+
+
+def test_a_step_in_which_nothing_is_drawn(small_runner: Callable[..., TorchRunner], drive: Any) -> None:
+    driver = drive(small_runner())
+    sequence = driver.add(prompt(30), 1)
+    driver.step([sequence], chunk=10)
+    assert sequence.drawn == []
+    driver.run([sequence], 1)
+    assert len(sequence.drawn) == 1
+
+
+def test_a_seeded_draw_is_the_same_alone_in_a_batch_in_chunks_and_after_a_move(
+    small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    warm = Sampling(max_tokens=99, temperature=0.8, seed=7)
+    kinds = [warm, replace(warm, top_p=0.9, seed=8), replace(warm, top_k=20, min_p=0.01, seed=-9)]
+
+    def sequences(driver: Any) -> list[Any]:
+        return [driver.add(prompt(20, seed), 12, kinds[seed % 3]) for seed in range(6)]
+
+    driver = drive(small_runner())
+    together = driver.run(sequences(driver), 12)
+    chunked = driver.run(sequences(driver), 12, chunk=7)
+    alone = [driver.run([sequence], 12)[0] for sequence in sequences(driver)]
+    assert together == chunked == alone
+    assert len({tuple(drawn) for drawn in together}) == 6
+    # Another runner that is told the first five tokens draws the other seven.
+    elsewhere = drive(small_runner(block_size=8), seed=1)
+    moved = sequences(elsewhere)
+    for sequence, drawn in zip(moved, together, strict=True):
+        sequence.drawn = drawn[:5]
+        sequence.logprobs = [None] * 5
+    assert elsewhere.run(moved, 12) == together
+
+
+# The demo model -------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Hi!",
+    "Once upon a time",
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "1, 2, 3, 4, 5, 6,",
+    "Water boils at 100 degrees because",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Q: What is the largest planet?\nA:",
+    "Les élèves français étudient à l'école, 日本語も少し。",
+    "SELECT name, price FROM products WHERE",
+    "The three primary colours are red,",
+    "In 1969, Neil Armstrong",
+]
+STORY = (
+    "The lighthouse keeper walked down to the harbour each morning at 6:45, counted the {n} boats and wrote "
+    "their names into a ledger. On day {n} of the winter a stranger asked him why he kept count at all. "
+)
+LONG = [40, 75, 128, 129, 200, 256, 333, 512, 777, 1500]
+
+
+@pytest.fixture(scope="module")
+def demo_folder() -> Path:
+    return resolve("smollm2").folder
+
+
+@pytest.fixture(scope="module")
+def demo_prompts(demo_folder: Path) -> list[list[int]]:
+    """22 prompts of 1 to 1,500 tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder)
+    story = tokenizer("".join(STORY.format(n=n) for n in range(60)))["input_ids"]
+    short = [tokenizer(text)["input_ids"] for text in TEXTS]
+    return short + [story[17 * n : 17 * n + length] for n, length in enumerate(LONG)]
+
+
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def expected(demo_folder: Path, demo_prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens by `transformers` in float32."""
+    model = load(demo_folder)
+    answers = []
+    with torch.inference_mode():
+        for tokens in demo_prompts:
+            output = model.generate(
+                torch.tensor([tokens]),
+                attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            answers.append(output[0, len(tokens) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def demo_runner(demo_folder: Path) -> TorchRunner:
+    settings = EngineSettings(dtype="float32", device="cpu", kv_memory_bytes=1 << 29)
+    runner = build_runner(demo_folder, settings)
+    assert isinstance(runner, TorchRunner)
+    return runner
+
+
+@pytest.mark.model
+def test_demo_model_greedy_tokens_are_the_reference_in_chunks_and_mixed_batches(
+    demo_runner: TorchRunner, demo_prompts: list[list[int]], expected: list[list[int]], drive: Any
+) -> None:
+    driver = drive(demo_runner)
+    sequences = [driver.add(tokens, NEW) for tokens in demo_prompts]
+    assert driver.run(sequences, NEW, chunk=150) == expected
+
+
+@pytest.mark.model
+def test_demo_model_alone_and_from_a_cached_prefix(
+    demo_runner: TorchRunner, demo_prompts: list[list[int]], expected: list[list[int]], drive: Any
+) -> None:
+    driver = drive(demo_runner, seed=3)
+    for tokens, answer in list(zip(demo_prompts, expected, strict=True))[::5]:
+        alone = driver.add(tokens, NEW)
+        assert driver.run([alone], NEW) == [answer]
+        cached = driver.add(tokens, NEW, after=alone, shared=(len(tokens) - 1) // 16 * 16)
+        assert driver.run([cached], NEW) == [answer]
