@@ -168,8 +168,14 @@ class Supervisor:
         return self._closing
 
     def close(self) -> None:
-        """Drains and ends everything in order; called again, hurries."""
-        self._closing = Closing.ORDERLY if self._closing is Closing.NO else Closing.HURRIED
+        """Drains and ends everything in order; called again, hurries, and passes the hurry on."""
+        again = self._closing is not Closing.NO
+        self._closing = Closing.HURRIED if again else Closing.ORDERLY
+        now = asyncio.get_running_loop().time()
+        for name, child in self._children.items():
+            if again and child.phase is Phase.STOPPING:
+                self._children[name] = replace(child, since=now)
+                self._terminate(name)
         self._changed.set()
 
     async def run(self) -> None:
@@ -228,8 +234,7 @@ class Supervisor:
             case Stop(name, why):
                 self._say(name, "stop", why)
                 self._children[name] = became(self._children[name], Phase.STOPPING, now)
-                with contextlib.suppress(ProcessLookupError):
-                    self._processes[name].send_signal(signal.SIGTERM)
+                self._terminate(name)
             case Kill(name, why):
                 self._say(name, "kill", why)
                 self._children[name] = replace(self._children[name], killed=True)
@@ -237,6 +242,10 @@ class Supervisor:
             case Forget(name, why):
                 self._say(name, "forget", why)
                 self._drop(name)
+
+    def _terminate(self, name: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[name].send_signal(signal.SIGTERM)
 
     async def _start(self, kind: Kind, name: str | None, why: str) -> None:
         clock = asyncio.get_running_loop().time
