@@ -143,10 +143,17 @@ class VirtualTimeLoop(BaseEventLoop):
     def _pending(self) -> str:
         lines = []
         for task in sorted(asyncio.all_tasks(self), key=hash):
-            frames = task.get_stack(limit=1)
-            where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "not started"
-            lines.append(f"\n  {task.get_name()}: {task.get_coro()!r} at {where}")
+            lines.append(f"\n  {task.get_name()}: {_where(task.get_coro())}")
         return "; pending:" + "".join(lines) if lines else ""
+
+
+def _where(coro: Any) -> str:
+    """The lines that await each other, from the task's own to the innermost."""
+    frames = []
+    while (frame := getattr(coro, "cr_frame", None)) is not None:
+        frames.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        coro = coro.cr_await
+    return " > ".join(frames) or repr(coro)
 
 
 def run(coro: Coroutine[Any, Any, T], *, start: float = 0.0, horizon_s: float | None = None) -> T:

@@ -31,6 +31,8 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", int(CALL_LIMIT_S * 1000)),  # in truth how long one try may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", -1),
+    # Else a new channel takes over the dead connection that the old one was given up for.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
 

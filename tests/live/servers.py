@@ -171,6 +171,60 @@ class Nats(Server):
         return f"nats://{self.address}"
 
 
+class Proxy:
+    """A way to a server that can go silent: nothing passes, nothing is closed, as when a host loses power."""
+
+    def __init__(self, target: int) -> None:
+        self.port = 0
+        self._target = target
+        self._frozen: set[asyncio.Task[None]] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def silence(self) -> None:
+        """Of all connections that stand; new ones pass."""
+        self._frozen |= self._pumps
+
+    async def close(self) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.close()
+            return
+        for source, sink in ((reader, back), (there, writer)):
+            pump = asyncio.create_task(self._pump(source, sink))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        this = asyncio.current_task()
+        try:
+            while data := await source.read(65_536):
+                if this in self._frozen:
+                    await asyncio.Event().wait()
+                sink.write(data)
+                await sink.drain()
+            if this in self._frozen:
+                await asyncio.Event().wait()
+        except OSError:
+            pass
+        finally:
+            sink.transport.abort()
+
+
 async def eventually(condition: Callable[[], object], limit_s: float = 30.0) -> None:
     """Returns when the condition is true; fails when it is not within a generous time."""
     async with asyncio.timeout(limit_s):

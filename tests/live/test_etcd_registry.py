@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import Etcd, eventually
+from servers import Etcd, Proxy, eventually
 
 from fleet.errors import Unavailable
 from fleet.registry import Registry, View
@@ -207,6 +207,23 @@ def test_the_next_address_is_tried(etcd: Etcd, tmp_path: Path) -> None:
         await fleet.start()
         await eventually(fleet.whole)
         await fleet.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_went_silent_is_replaced(etcd: Etcd) -> None:
+    async def main() -> None:
+        proxy = Proxy(etcd.port)
+        await proxy.start()
+        fleet = Fleet(proxy.address)
+        await fleet.start()
+        await eventually(fleet.whole)
+        for _ in range(2):
+            proxy.silence()
+            await eventually(lambda: not fleet.eye.live)
+            await eventually(fleet.whole)
+        await fleet.close()
+        await proxy.close()
 
     asyncio.run(main())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from servers import Nats, eventually
+from servers import Nats, Proxy, eventually
 
 from fleet.bus import Subscription
 from fleet.bus.nats_bus import NatsBus
@@ -140,5 +140,26 @@ def test_closing_sends_what_was_published(nats: Nats) -> None:
         await eventually(lambda: ear.last == b"goodbye")
         await listener.close()
         await ear.end()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_went_silent_is_replaced(nats: Nats) -> None:
+    async def main() -> None:
+        proxy = Proxy(nats.port)
+        await proxy.start()
+        sender, listener = NatsBus(nats.url), NatsBus(f"nats://{proxy.address}")
+        ear = Ear(await listener.subscribe("a"))
+        talking = asyncio.create_task(talk(sender, "a"))
+        await eventually(lambda: ear.count > 3)
+        proxy.silence()
+        await eventually(lambda: listener.connections == 2)
+        heard = ear.count
+        await eventually(lambda: ear.count > heard + 3)
+        talking.cancel()
+        await sender.close()
+        await listener.close()
+        await ear.end()
+        await proxy.close()
 
     asyncio.run(main())
