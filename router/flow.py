@@ -259,7 +259,9 @@ class _Run:
                     choice = choose_decode(pool, self._ask(pool, now), cost, ticket=True)
                     if choice is not None:
                         return pool, choice, DecodeJob(0, request, tuple(self.generated), self.ticket)
-            self._release()  # Too old, or nobody left can read it.
+            self._release()
+            why = "nobody left can read the KV" if fresh else "the lease is too old"
+            self.record.move(HandoffState.RESERVED, now, why)
         best: tuple[Pool, Choice] | None = None
         for pool in pools:
             ask = self._ask(pool, now)
@@ -440,9 +442,9 @@ class _Run:
             self._close(HandoffState.FAILED, error.message, f"failed_{type(error).__name__}")
             return
         if leg is not None and not leg.stream.over:
-            silent = now - leg.stream.heard_at
-            if silent >= self._patience(leg):
-                leg.stream.fail(WorkerLost(f"worker {leg.link.card.id} said nothing for {silent:.1f} s"))
+            patience = self._patience(leg)
+            if now >= leg.stream.heard_at + patience:
+                leg.stream.fail(WorkerLost(f"worker {leg.link.card.id} said nothing for {patience:g} s"))
                 self._drop_leg(CancelReason.MOVED)
         self._arm()
 

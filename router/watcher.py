@@ -15,7 +15,7 @@ from typing import Any
 
 from fleet.bus import Bus, Subscription
 from fleet.card_codec import decode_card
-from fleet.errors import FleetError
+from fleet.errors import FleetError, Internal
 from fleet.events import KvEvents, LoadReport, kv_subject, load_subject
 from fleet.ids import RequestId, WorkerId
 from fleet.member import WorkerCard, workers_prefix
@@ -93,6 +93,7 @@ class Router:
         async for view in self._registry.watch(prefix):
             self.counters["views"] += 1
             self._apply(self._read(view, prefix))
+        raise Internal("the watch of the registry ended")
 
     def _read(self, view: View, prefix: str) -> Change:
         cards: dict[WorkerId, WorkerCard] = {}
@@ -145,6 +146,7 @@ class Router:
         async for view in self._registry.watch(routers_prefix(self.fleet)):
             if view.live:
                 self.roster.routers = max(1, len(view.values))
+        raise Internal("the watch of the registry ended")
 
     # -- bus
 
@@ -157,6 +159,7 @@ class Router:
                 self._bad(message.subject, error)
                 continue
             self._take_events(events)
+        raise Internal("the subscription to KV events ended")
 
     def _take_events(self, events: KvEvents) -> None:
         if self.index.apply(events) is Outcome.UNPROVEN:
@@ -171,6 +174,7 @@ class Router:
                 self._bad(message.subject, error)
                 continue
             self._take_load(report)
+        raise Internal("the subscription to load reports ended")
 
     def _take_load(self, report: LoadReport) -> None:
         standing = self.roster.get(report.worker)

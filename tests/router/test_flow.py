@@ -4,196 +4,29 @@ and nothing left behind on either leg, whatever fails and whenever it is stopped
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import pytest
+from router_fleet import REMOTE, Answer, Fleet, ask, ask_and_settle, in_fleet
 from scripted_worker import PRINT, Script, ScriptedWorker, answer, card, request
 
-from fleet import virtual_time
-from fleet.bus.memory import BusHub
-from fleet.card_codec import encode_card
 from fleet.errors import (
     BadRequest,
     DeadlineExceeded,
-    FleetError,
     Internal,
     NotFound,
     Overloaded,
     Unavailable,
     WorkerLost,
 )
-from fleet.events import kv_subject, load_subject
 from fleet.handoff import CancelReason, DecodeJob, PrefillJob
 from fleet.ids import WorkerId
-from fleet.member import Role, WorkerCard, worker_key
-from fleet.registry.memory import RegistryHub
-from fleet.request import FinishReason, Request, Sampling
+from fleet.member import Role
+from fleet.request import FinishReason, Sampling
 from fleet.stages import Stage, Timeline
-from fleet.wire.codec import encode_kv_events, encode_load_report
-from fleet.wire.memory import MemoryHub
-from fleet.wire.session import WireSettings
 from router.record import HandoffState
 from router.run import RunEnd, RunToken
-from router.settings import CostSettings, FlowSettings, RouterSettings
-from router.watcher import Router
-
-T = TypeVar("T")
-
-REMOTE = RouterSettings(cost=CostSettings(local_prefill_tokens=0, local_advantage=1e9))
-"""Prompts go to prefill workers while there are any."""
-
-
-@dataclass
-class Fleet:
-    """A router and scripted workers on memory plumbing."""
-
-    settings: RouterSettings = REMOTE
-    wire: MemoryHub = field(default_factory=lambda: MemoryHub(WireSettings(heartbeat_s=0.5)))
-    registry: RegistryHub = field(default_factory=RegistryHub)
-    bus: BusHub = field(default_factory=BusHub)
-    workers: dict[WorkerId, ScriptedWorker] = field(default_factory=dict)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    reporting: dict[WorkerId, asyncio.Task[None]] = field(default_factory=dict)
-
-    async def start(self) -> Fleet:
-        self.router = Router(self.settings, "f", self.registry.registry(), self.bus.bus(), self.wire.wire())
-        self.tasks.append(asyncio.create_task(self.router.run()))
-        return self
-
-    async def add(self, of: WorkerCard, script: Script | None = None) -> ScriptedWorker:
-        worker = ScriptedWorker(of, script)
-        bus = self.bus.bus()
-
-        async def tell() -> None:
-            while True:
-                await bus.publish(load_subject("f", of.id), encode_load_report(worker.status()))
-                await asyncio.sleep(0.25)
-
-        def publish(events: Any) -> None:
-            self.tasks.append(
-                asyncio.create_task(bus.publish(kv_subject("f", of.id), encode_kv_events(events)))
-            )
-
-        worker.publish = publish
-        worker.die = lambda: self.kill(of.id)
-        self.wire.serve(worker, of.address)
-        self.workers[of.id] = worker
-        self.reporting[of.id] = asyncio.create_task(tell())
-        self.registry.put(worker_key("f", of.id), encode_card(of), 0)
-        return worker
-
-    def kill(self, worker: WorkerId) -> None:
-        """As SIGKILL: the registry does not know yet."""
-        self.wire.kill(self.workers[worker].card.address)
-        self.reporting[worker].cancel()
-
-    async def until(self, what: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not what():
-                await asyncio.sleep(0.01)
-
-    async def settle(self) -> None:
-        """Longer than anything is under way, shorter than any limit."""
-        await asyncio.sleep(2.0)
-
-    def check_idle(self) -> None:
-        """Nothing is left of any request, on any process."""
-        flow = self.router.flow
-        assert len(flow.admission) == 0
-        assert flow.records.running == ()
-        assert all(record.ended for record in flow.records.ended)
-        ends = sum(
-            n for name, n in flow.counters.items() if name.startswith(("finished_", "failed_", "canc"))
-        )
-        assert ends == flow.counters["requests"]
-        for worker in self.router.roster.workers():
-            assert not worker.sent
-        for link in self.router.links.values():
-            assert len(link) == 0
-        for worker in self.workers.values():
-            if worker.card.id in self.router.links:
-                assert not worker.running, f"{worker.card.id} still works"
-                assert not worker.leases, f"{worker.card.id} still holds leases"
-        self.router.index.validate()
-
-    async def stop(self) -> None:
-        for task in (*self.tasks, *self.reporting.values()):
-            task.cancel()
-        await asyncio.gather(*self.tasks, *self.reporting.values(), return_exceptions=True)
-
-
-def in_fleet(
-    body: Callable[[Fleet], Coroutine[Any, Any, T]],
-    *,
-    prefill: tuple[Script, ...] = (Script(),),
-    decode: tuple[Script, ...] = (Script(),),
-    settings: RouterSettings = REMOTE,
-) -> T:
-    async def whole() -> T:
-        fleet = await Fleet(settings).start()
-        try:
-            for n, script in enumerate(prefill, 1):
-                await fleet.add(card(f"p{n}", Role.PREFILL), script)
-            for n, script in enumerate(decode, 1):
-                await fleet.add(card(f"d{n}"), script)
-            await fleet.until(
-                lambda: (
-                    sum(w.usable and w.report is not None for w in fleet.router.roster.workers())
-                    == len(prefill) + len(decode)
-                )
-            )
-            return await body(fleet)
-        finally:
-            await fleet.stop()
-
-    return virtual_time.run(whole(), horizon_s=3600)
-
-
-@dataclass
-class Answer:
-    tokens: list[int] = field(default_factory=list)
-    ends: list[RunEnd] = field(default_factory=list)
-    error: FleetError | None = None
-    timeline: Timeline = field(default_factory=lambda: Timeline(0.0))
-
-    @property
-    def end(self) -> RunEnd:
-        assert self.error is None, self.error
-        (end,) = self.ends
-        return end
-
-
-async def ask(
-    fleet: Fleet, of: Request, *, stop_after: int | None = None, reason: CancelReason = CancelReason.CLIENT
-) -> Answer:
-    got = Answer(timeline=Timeline(asyncio.get_running_loop().time()))
-    run = fleet.router.flow.start(of, got.timeline)
-    try:
-        async for event in run:
-            match event:
-                case RunToken(token):
-                    assert not got.ends
-                    got.tokens.append(token)
-                    if len(got.tokens) == stop_after:
-                        await run.stop(reason)
-                case RunEnd():
-                    got.ends.append(event)
-    except FleetError as error:
-        got.error = error
-    finally:
-        await run.stop(CancelReason.CLIENT)
-    assert got.tokens == [answer(n) for n in range(len(got.tokens))], "a token was lost or repeated"
-    assert (got.error is None) == (len(got.ends) == 1), "one end"
-    return got
-
-
-async def ask_and_settle(fleet: Fleet, of: Request, **how: Any) -> Answer:
-    got = await ask(fleet, of, **how)
-    await fleet.settle()
-    fleet.check_idle()
-    return got
+from router.settings import FlowSettings
 
 
 def test_prefill_then_decode_with_the_ticket() -> None:
@@ -590,17 +423,17 @@ def test_a_first_token_that_crosses_the_cancel_leaves_no_lease() -> None:
 def test_a_lease_is_let_go_when_a_broken_session_is_open_again() -> None:
     async def body(fleet: Fleet) -> None:
         worker = fleet.workers[WorkerId("p1")]
-        job = asyncio.create_task(ask(fleet, request()))
-        await fleet.until(lambda: bool(worker.leases))
-        address = worker.card.address
-        fleet.wire.kill(address)
-        fleet.wire.serve(worker, address)
+        job = asyncio.create_task(ask(fleet, request(deadline_s=2.0)))
+        await fleet.until(lambda: bool(fleet.workers[WorkerId("d1")].jobs))
+        fleet.wire.kill(worker.card.address)
         assert isinstance((await job).error, DeadlineExceeded)
+        assert len(worker.leases) == 1
+        fleet.wire.serve(worker, worker.card.address)
         await fleet.until(lambda: not worker.leases)
         await fleet.settle()
         fleet.check_idle()
 
-    in_fleet(body, decode=(Script(hang_at=1),), settings=replace(REMOTE, flow=FlowSettings()))
+    in_fleet(body, decode=(Script(hang_at=1),))
 
 
 def test_without_a_worker_it_fails_at_once_or_waits_as_told() -> None:
