@@ -74,7 +74,9 @@ def _raised(address: str, error: BaseException) -> FleetError:
     return WorkerLost(f"{address}: {error}")
 
 
-class _RouterPipe:
+class RouterPipe:
+    """The caller's end of a stream, as `session.Pipe`."""
+
     def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
         self._call = call
 
@@ -101,7 +103,9 @@ class _RouterPipe:
         return True
 
 
-class _WorkerPipe:
+class WorkerPipe:
+    """The server's end of a stream, as `session.Pipe`."""
+
     def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         self._context = context
 
@@ -159,7 +163,7 @@ class GrpcWire(Caller):
             call.cancel()
             await channel.close()
 
-        session = RouterSession(address, _RouterPipe(call), self._settings, hang_up)
+        session = RouterSession(address, RouterPipe(call), self._settings, hang_up)
         self._sessions[session] = None
         return session
 
@@ -218,7 +222,7 @@ async def serve(
 
     async def session(requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         await context.send_initial_metadata(())  # tells the router that the session is taken
-        why = await sessions.attend(_WorkerPipe(context))
+        why = await sessions.attend(WorkerPipe(context))
         _LOG.info("session with %s ended: %s", context.peer(), why.message)
         if not isinstance(why, Unavailable):
             await _abort(context, why)

@@ -52,7 +52,7 @@ def tuples(words: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 # Every field is drawn, so that a field which a message lacks is a failure here. Ids are text.
 for kind in (RequestId, WorkerId, Incarnation, LeaseId):
-    st.register_type_strategy(kind, TEXT)  # type: ignore[arg-type]
+    st.register_type_strategy(kind, TEXT)
 
 SAMPLING = st.builds(
     Sampling,
@@ -202,11 +202,12 @@ def test_random_bytes_raise_malformed_or_are_a_word(data: bytes) -> None:
 @settings(max_examples=300)
 @given(st.one_of(TO_WORKER, FRAME, LOAD, EVENTS), st.data())
 def test_damaged_bytes_raise_malformed_or_are_a_word(word: Any, data: st.DataObject) -> None:
-    encode, decode = {
+    ways: dict[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
         Frame: (codec.encode_frame, codec.decode_frame),
         LoadReport: (codec.encode_load_report, codec.decode_load_report),
         KvEvents: (codec.encode_kv_events, codec.decode_kv_events),
-    }.get(type(word), (codec.encode_to_worker, codec.decode_to_worker))
+    }
+    encode, decode = ways.get(type(word), (codec.encode_to_worker, codec.decode_to_worker))
     damaged = bytearray(encode(word))
     if not damaged:
         return

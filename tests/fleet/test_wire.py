@@ -27,6 +27,7 @@ from fleet.errors import (
     FleetError,
     Internal,
     TooLarge,
+    Unavailable,
     WorkerLost,
 )
 from fleet.events import KvDigest, KvSnapshot, LoadReport
@@ -47,7 +48,7 @@ from fleet.member import MemberState
 from fleet.request import FinishReason, Request, Sampling, Usage
 from fleet.wire import Session, Wire, WireServer, WorkerEnd, WorkerService
 from fleet.wire.memory import MemoryHub
-from fleet.wire.rpc import GrpcWire, serve
+from fleet.wire.rpc import GrpcWire, RouterPipe, serve
 from fleet.wire.session import WireSettings, merge
 
 REQUEST = Request(RequestId("r"), "m", (1, 2, 3), Sampling(max_tokens=4))
@@ -692,11 +693,11 @@ def test_a_worker_killed_for_real_is_lost_after_its_last_token() -> None:
 
 @pytest.mark.live
 def test_a_worker_stopped_for_real_is_lost_by_its_silence() -> None:
-    settings = WireSettings(heartbeat_s=0.3, connect_s=0.5)
+    settings = WireSettings(heartbeat_s=0.5, connect_s=2.0)
 
     async def scenario() -> None:
         wire = GrpcWire(settings)
-        async with peer("worker", 0.3) as (process, address):
+        async with peer("worker", 0.5) as (process, address):
             session = await wire.open(address)
             await anext(session)
             process.send_signal(signal.SIGSTOP)
@@ -721,13 +722,36 @@ def test_a_worker_stopped_for_real_is_lost_by_its_silence() -> None:
 def test_a_router_killed_or_stopped_for_real_is_closed_once(how: signal.Signals) -> None:
     async def scenario() -> None:
         service = Recorder()
-        server = await serve(service, settings=WireSettings(heartbeat_s=0.3))
-        async with peer("router", 0.3, server.address) as (process, _):
+        server = await serve(service, settings=WireSettings(heartbeat_s=0.5))
+        async with peer("router", 0.5, server.address) as (process, _):
             await service.until(lambda: service.messages == [CANCEL])
             process.send_signal(how)
             await service.until(lambda: service.closes == service.ends)
             assert len(service.closes) == 1
         await server.close(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_writing_to_a_finished_stream_is_an_ended_session() -> None:
+    """gRPC raises `asyncio.InvalidStateError` there, no error of its own: it must not end a task."""
+
+    async def scenario() -> None:
+        async def session(_: object, context: Any) -> None:
+            await context.send_initial_metadata(())
+
+        server = grpc.aio.server()
+        rows: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", rows),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call: Any = channel.stream_stream("/a.B/Session")()
+            await call.code()
+            with pytest.raises(Unavailable):
+                await RouterPipe(call).write(b"late")
+        await server.stop(0)
 
     live(scenario())
 
@@ -799,7 +823,7 @@ def test_a_worker_that_speaks_rubbish_is_lost() -> None:
             return b"\xff"
 
         server = grpc.aio.server()
-        rows = {
+        rows: dict[str, Any] = {
             "Session": grpc.stream_stream_rpc_method_handler(session),
             "Status": grpc.unary_unary_rpc_method_handler(answer),
         }
