@@ -95,6 +95,11 @@ class Link(Generic[T]):
         """Why, once it has; never changes."""
         return self._over.result() if self._over.done() else None
 
+    @property
+    def ending(self) -> FleetError | None:
+        """Why, from when nothing more can be put."""
+        return self.ended or self._final
+
     def end(self, why: FleetError) -> None:
         """At once; what is queued is lost. The first reason stays."""
         if not self._over.done():
@@ -107,7 +112,7 @@ class Link(Generic[T]):
 
     def put(self, item: T, weight: int) -> None:
         """Never blocks; no-op once ended or finishing."""
-        if self._over.done() or self._final:
+        if self.ending:
             return
         self._outbox.append(item)
         self._weight += weight
@@ -206,7 +211,7 @@ class RouterSession:
 
     def send(self, message: ToWorker) -> None:
         """As `Session.send`; `BadRequest` or `TooLarge` when this message cannot be said at all."""
-        if why := self._link.ended:
+        if why := self._link.ending:
             raise self._lost(why)
         try:
             data = encode_to_worker(message)
@@ -222,8 +227,8 @@ class RouterSession:
 
     async def __anext__(self) -> Frame:
         while not self._inbox:
-            if self._task.done():
-                raise self._lost(self._task.result())
+            if why := self._link.ended:
+                raise self._lost(why)
             self._came.clear()
             await self._came.wait()
         self._room.set()
@@ -246,7 +251,6 @@ class RouterSession:
         finally:
             self._came.set()
             await self._hang_up()
-            self._came.set()
 
     async def _deliver(self, data: bytes) -> None:
         try:

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvents, KvSnapshot, LoadReport
@@ -32,6 +32,8 @@ from fleet.request import FinishReason, Request, Sampling, TokenLogprobs, Usage
 from fleet.wire import codec
 from fleet.wire.codec import NUMBER_LIMIT, SEQUENCE_LIMIT, TEXT_LIMIT, Malformed
 from fleet.wire.v1 import worker_pb2 as pb
+
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 COUNT = st.integers(0, NUMBER_LIMIT - 1)
 TOTAL = st.integers(0, 2**64 - 1)
@@ -141,11 +143,13 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
+@FEW
 @given(TO_WORKER)
 def test_messages_to_a_worker_come_back_unchanged(message: ToWorker) -> None:
     assert codec.decode_to_worker(codec.encode_to_worker(message)) == message
 
 
+@FEW
 @given(FRAME)
 def test_frames_come_back_unchanged(frame: Frame) -> None:
     back = codec.decode_frame(codec.encode_frame(frame))
@@ -153,6 +157,7 @@ def test_frames_come_back_unchanged(frame: Frame) -> None:
     assert [hash(token) for token in back.tokens] == [hash(token) for token in frame.tokens]
 
 
+@FEW
 @given(EVENTS, SNAPSHOT, LOAD)
 def test_events_come_back_unchanged(events: KvEvents, snapshot: KvSnapshot, load: LoadReport) -> None:
     assert codec.decode_kv_events(codec.encode_kv_events(events)) == events
@@ -160,6 +165,7 @@ def test_events_come_back_unchanged(events: KvEvents, snapshot: KvSnapshot, load
     assert codec.decode_load_report(codec.encode_load_report(load)) == load
 
 
+@FEW
 @given(st.floats(0, 1e6), st.sampled_from(MemberState))
 def test_drain_comes_back_unchanged(limit_s: float, state: MemberState) -> None:
     assert codec.decode_drain_request(codec.encode_drain_request(limit_s)) == limit_s
@@ -191,7 +197,7 @@ def test_an_empty_frame_is_no_bytes_and_no_message_to_a_worker() -> None:
         codec.decode_to_worker(b"")
 
 
-@settings(max_examples=300)
+@FEW
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_malformed_or_are_a_word(data: bytes) -> None:
     for decode in DECODERS.values():
@@ -199,7 +205,7 @@ def test_random_bytes_raise_malformed_or_are_a_word(data: bytes) -> None:
             decode(data)
 
 
-@settings(max_examples=300)
+@FEW
 @given(st.one_of(TO_WORKER, FRAME, LOAD, EVENTS), st.data())
 def test_damaged_bytes_raise_malformed_or_are_a_word(word: Any, data: st.DataObject) -> None:
     ways: dict[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {

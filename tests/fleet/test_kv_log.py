@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvent, Tier
 from fleet.ids import Incarnation, WorkerId
 from fleet.kv_log import KvLog
+
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 NAMES = st.lists(st.integers(0, 12) | st.integers(0, 2**64 - 1), max_size=6).map(tuple)
 TIERS = st.sampled_from(Tier)
@@ -36,6 +38,7 @@ def fold(steps: list[list[KvEvent]]) -> set[int]:
     return {name for name, _ in held}
 
 
+@FEW
 @given(st.lists(st.lists(EVENTS, max_size=4), max_size=12))
 def test_table_and_digest_are_the_fold_of_the_events(steps: list[list[KvEvent]]) -> None:
     kv = log()
