@@ -47,6 +47,7 @@ class NatsBus:
         self._boxes: dict[Mailbox, tuple[Client, Subscription] | None] = {}
         """With the connection each was last sent on, and what it is there."""
         self._closing = False
+        self._retry_s = _RETRY_FIRST_S
         self._task = asyncio.get_running_loop().create_task(self._stay_connected(), name="nats-connection")
 
     @property
@@ -76,21 +77,20 @@ class NatsBus:
     async def close(self) -> None:
         self._closing = True
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait({self._task})
         for box in list(self._boxes):
             await box.close()
 
     async def _stay_connected(self) -> None:
-        retry_s = _RETRY_FIRST_S
-        while True:
+        # The flag is asked besides, as the client swallows a cancellation here and there.
+        while not self._closing:
             try:
                 await self._one_connection()
-                retry_s = _RETRY_FIRST_S
             except Exception as error:  # noqa: BLE001 — whatever fails in a connection, a new one is made
-                log.info("NATS at %s: %s: %s", self._shown(), type(error).__name__, error)
-            await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
-            retry_s = min(retry_s * 2, _RETRY_MOST_S)
+                level = logging.WARNING if self._retry_s == _RETRY_FIRST_S else logging.DEBUG
+                log.log(level, "NATS at %s: %s: %s; trying again", self._shown(), type(error).__name__, error)
+            await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.0))
+            self._retry_s = min(self._retry_s * 2, _RETRY_MOST_S)
 
     async def _one_connection(self) -> None:
         """Returns when a connection that stood has ended; raises when none could be made."""
@@ -106,7 +106,7 @@ class NatsBus:
                     if error.sub is not None and box.subject == error.sub.subject:
                         box.drop(1)
             else:
-                log.info("NATS: %s: %s", type(error).__name__, error)
+                log.debug("NATS: %s: %s", type(error).__name__, error)
 
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
@@ -125,8 +125,9 @@ class NatsBus:
                 await self._attach(client, missing[0])
             self._client = client
             self.connections += 1
+            self._retry_s = _RETRY_FIRST_S
             log.info("NATS at %s connected", self._shown())
-            while not ended.is_set():
+            while not ended.is_set() and not self._closing:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), _ROUND_TRIP_EVERY_S)
                     break

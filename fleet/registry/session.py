@@ -95,7 +95,8 @@ class StoreRegistry:
                 log.info("%s: history compacted; listing again", prefix)
             except (StoreAway, TimeoutError) as error:
                 if live:
-                    log.warning("%s: the registry is away (%s); going on with what is known", prefix, error)
+                    why = _told(error)
+                    log.warning("%s: the registry is away (%s); going on with what is known", prefix, why)
                     live = False
                 yield View(dict(values), live=False)
                 await self._store.renew()
@@ -115,7 +116,11 @@ class StoreRegistry:
                 return await call
         except (StoreAway, LeaseGone, TimeoutError) as error:
             await self._store.renew()
-            raise Unavailable(f"the registry cannot be reached: {error or 'no answer'}") from error
+            raise Unavailable(f"the registry cannot be reached: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    return str(error) or "no answer"
 
 
 def _emptied(before: dict[str, bytes], after: dict[str, bytes], lost_data: bool) -> bool:
@@ -203,7 +208,7 @@ class HealingLease:
                 pause_s = self._ttl_s * _JITTER * self._chance()
             except Exception as error:  # noqa: BLE001 — a lease that dies makes a healthy process a ghost
                 if not self._away:
-                    log.warning("lease not renewed: %s: %s", type(error).__name__, error)
+                    log.warning("lease not renewed: %s: %s", type(error).__name__, _told(error))
                 self._away = True
                 left_s = self._expiry - clock() if self._lease is not None else 0.0
                 if left_s > 0:
