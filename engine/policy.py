@@ -40,10 +40,11 @@ def spare_blocks(growing: int, preemptions: int) -> int:
     """Blocks that must stay available beside a newly admitted sequence.
 
     One for each running sequence that will still grow, or the newcomer would be preempted at once.
-    Doubled with each preemption it suffered, so that it is preempted a bounded number of times.
+    Doubled with each preemption after its second, so that it is preempted a bounded number of times
+    (doubling at once costs more steps, in a smaller batch, than it saves recomputation).
     None when nothing else grows: then waiting could not help.
     """
-    return growing << min(preemptions, 6)
+    return growing << min(max(preemptions - 2, 0), 6)
 
 
 @dataclass(frozen=True, slots=True)

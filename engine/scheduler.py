@@ -152,9 +152,11 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step; and who started, or ended without one."""
         assert self._flight is None, "a step is in flight"
-        self._grow()
-        flight = [self._chunk(s, 1) for s in self._running.values() if s.pending == 1 and self._has_room(s)]
-        self._fill_with_prompts(flight, self._settings.max_step_tokens - len(flight))
+        flight: list[tuple[Sequence, Chunk]] = []
+        self._stalled = not self._grow()
+        if not self._stalled:
+            flight += [self._chunk(s, 1) for s in self._running.values() if s.pending == 1]
+            flight += self._prompt_chunks(self._settings.max_step_tokens - len(flight))
         for sequence, _ in flight:
             sequence.in_flight = True
             if not sequence.started:
@@ -263,10 +265,14 @@ class Scheduler:
 
     # Blocks for the running.
 
-    def _grow(self) -> None:
-        """A block for each running sequence whose next token opens one; the lowest give way, and no more
-        of them than needed, since each that does brings the need and the blocks closer by one at least."""
-        self._stalled = False
+    def _grow(self) -> bool:
+        """A block for each running sequence whose next token opens one. The lowest give way, and no more
+        of them than needed, since each that does brings the need and the blocks closer by one at least.
+
+        False when only one is left and still finds none: all other blocks are held, being filled, or in
+        quarantine. They come back, or become a running sequence that can give way; until then it stalls,
+        and nobody else gets a block either.
+        """
         size = self._block_size
         need = [s for s in self._running.values() if len(s.tokens) > len(s.blocks) * size]
         for sequence in [s for s in need if self._blocks_for(len(s.tokens)) > self.pool.blocks]:
@@ -286,18 +292,13 @@ class Scheduler:
             if chosen.sequence in need:
                 need.remove(chosen.sequence)
         if len(need) > self.pool.available:
-            # All other blocks are held, being filled, or in quarantine: they come back, or become a running
-            # sequence that can give way. Until then nobody else gets a block either.
-            self._stalled = True
             self.counters.stalled_steps += 1
             self._why.append(f"stall {need[0].id}: no block is available, and nobody runs who could give way")
-            return
+            return False
         for sequence in need:
             sequence.blocks += self.pool.allocate(1)
             sequence.blocks_changed()
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        return len(sequence.tokens) <= len(sequence.blocks) * self._block_size
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
@@ -378,19 +379,18 @@ class Scheduler:
 
     # Tokens for the prompts.
 
-    def _fill_with_prompts(self, flight: list[tuple[Sequence, Chunk]], budget: int) -> None:
+    def _prompt_chunks(self, budget: int) -> list[tuple[Sequence, Chunk]]:
         """Shares what the decodes left between running prompts and, if they can be admitted, waiting ones."""
         prompts = [(s, s.pending) for s in self._running.values() if s.pending > 1]
-        if not self._stalled:
-            prompts += self._reserve()
+        prompts += self._reserve()
         if not prompts:
-            return
+            return []
         order = policy.prompt_order(prompts, budget, self._settings.short_prompt_share)
         if order.first.state is State.WAITING and not self._admit(order.first):
             # Nobody is admitted before the first in turn.
             prompts = [pair for pair in prompts if pair[0].state is State.RUNNING]
             if not prompts:
-                return
+                return []
             order = policy.prompt_order(prompts, budget, self._settings.short_prompt_share)
         closed = False
         taken: dict[Sequence, int] = {}
@@ -422,7 +422,7 @@ class Scheduler:
             budget -= give(sequence, budget)
             if budget <= 0:
                 break
-        flight += [self._chunk(sequence, tokens) for sequence, tokens in taken.items() if tokens]
+        return [self._chunk(sequence, tokens) for sequence, tokens in taken.items()]
 
     def _skip_cached(self, sequence: Sequence) -> None:
         """Takes over blocks that others have computed since it was admitted, instead of computing them."""
@@ -448,20 +448,20 @@ class Scheduler:
             self.counters.cached_tokens += found
 
     def _chunk(self, sequence: Sequence, count: int) -> tuple[Sequence, Chunk]:
-        start = sequence.computed
+        start, known = sequence.computed, sequence.tokens
         end = start + count
-        known = sequence.tokens
-        chunk = Chunk(
-            slot=sequence.slot,
-            tokens=(known[start],) if count == 1 else tuple(known[start:end]),
-            start=start,
-            blocks=sequence.table,
-            draw=end == len(known),
-            sampling=sequence.sampling,
-            history=sequence.history() if end == len(known) else (),
-            prompt_length=sequence.prompt_length,
+        draw = end == len(known)
+        return sequence, Chunk(
+            sequence.slot,
+            tuple(known[start:end]),
+            start,
+            sequence.table,
+            draw,
+            sequence.sampling,
+            # Costs O(context) a step.
+            tuple(known) if draw and sequence.penalised else (),
+            sequence.prompt_length,
         )
-        return sequence, chunk
 
     # What a step brought.
 

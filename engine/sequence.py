@@ -57,12 +57,15 @@ class Sequence:
     """Prompt tokens found in the prefix cache before the first start."""
     started: bool = False
     in_flight: bool = False
+    penalised: bool = False
+    """Its draws need its history."""
     cancelled: bool = False
     """Cancelled in flight: ends when the step does."""
     _table: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, new: NewSequence, arrival: int) -> Sequence:
+        s = new.sampling
         return cls(
             id=new.id,
             tokens=[*new.prompt, *new.generated],
@@ -73,6 +76,7 @@ class Sequence:
             hold=new.hold,
             fill=new.fill,
             arrival=arrival,
+            penalised=bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0),
         )
 
     @property
@@ -89,13 +93,6 @@ class Sequence:
 
     def blocks_changed(self) -> None:
         self._table = None
-
-    def history(self) -> tuple[int, ...]:
-        """All tokens where a penalty needs them, else nothing: it costs O(context) a step."""
-        s = self.sampling
-        if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0:
-            return tuple(self.tokens)
-        return ()
 
     def ends_with(self, max_tokens: int) -> FinishReason | None:
         """Whether the newest token is the last one; `max_tokens` is the longest sequence of the model."""

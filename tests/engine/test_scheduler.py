@@ -422,6 +422,19 @@ def test_preempted_requests_are_not_starved_and_preemptions_are_few() -> None:
     )
 
 
+def test_a_pool_too_small_for_the_batch_does_not_thrash() -> None:
+    steps = make(blocks=12, max_batch=6)
+    for n in range(60):
+        steps.scheduler.add(new(f"r{n}", 3 + n % 9, 12))
+    each: dict[str, int] = {}
+    while steps.scheduler.has_work:
+        for why in steps.step().why:
+            assert why.startswith("preempt ")
+            each[why.split()[1]] = each.get(why.split()[1], 0) + 1
+    assert 0 < sum(each.values()) < 40, "without spare blocks it is 52"
+    assert max(each.values()) <= 3
+
+
 def test_every_small_case_ends_and_every_step_makes_progress() -> None:
     """All mixes of up to three requests over 2–4 blocks: no cycle without a token computed."""
     shapes = [(1, 9), (3, 2), (4, 5), (5, 12), (8, 1)]
@@ -477,6 +490,18 @@ def test_a_long_prompt_starves_neither_decodes_nor_short_prompts_nor_is_starved(
     alone = 50_000 / 511
     assert steps.last["long"] <= alone / (1 - 0.25) + 3
     steps.scheduler.cancel("decode")
+    steps.until_idle()
+
+
+def test_a_flood_of_short_prompts_does_not_starve_a_long_one() -> None:
+    steps = make(blocks=4000, max_batch=32, max_step_tokens=64, short_prompt_share=0.25)
+    steps.scheduler.add(new("long", 3000, 1))
+    while "long" not in steps.finished:
+        for n in range(2):
+            steps.scheduler.add(new(f"short{steps.steps}.{n}", 30, 1))
+        steps.step()
+    assert steps.steps <= 3000 / (64 * 0.75) + 2
+    assert sum(id.startswith("short") for id in steps.finished) > steps.steps / 3
     steps.until_idle()
 
 
@@ -611,6 +636,18 @@ def test_a_runner_in_need_waits_for_reserved_blocks_and_then_takes_them() -> Non
     assert steps.drawn["f"] == 5
 
 
+def test_an_unfilled_reservation_in_need_of_one_more_block_waits_for_it() -> None:
+    steps = make(blocks=4)
+    steps.scheduler.add(new("held", 4, hold=True))
+    steps.step()
+    steps.scheduler.add(new("f", 12, 3, generated=(7,), fill=True))
+    steps.scheduler.filled("f", 0)
+    assert not steps.step().batch.chunks, "there is no block for its last token"
+    steps.scheduler.release("held")
+    steps.until_idle()
+    assert steps.drawn["f"] == 2
+
+
 @dataclass
 class Shadow:
     new: NewSequence
@@ -740,4 +777,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = hypothesis_settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestScheduler.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
