@@ -46,6 +46,7 @@ from fleetctl.state import MARK, StateFolder, born
 from fleetctl.words import (
     SERVERS,
     WORKERS,
+    Action,
     Child,
     ChildRecord,
     Closing,
@@ -187,7 +188,7 @@ class Supervisor:
                     self._tasks.create_task(self._watch(registry)),
                     self._tasks.create_task(self._look_again(registry, wire)),
                 ]
-                await self._reconcile(wire)
+                await self._reconcile()
                 for task in beside:
                     task.cancel()
         finally:
@@ -207,7 +208,7 @@ class Supervisor:
 
     # -- the loop
 
-    async def _reconcile(self, wire: Wire) -> None:
+    async def _reconcile(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             self._changed.clear()
@@ -227,7 +228,9 @@ class Supervisor:
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
 
-    async def _act(self, action: Start | Stop | Kill | Forget, now: float) -> None:
+    async def _act(self, action: Action, now: float) -> None:
+        if not isinstance(action, Start) and action.name not in self._children:
+            return  # it ended while an action before this one was taken
         match action:
             case Start(kind, name, why):
                 await self._start(kind, name, why)
@@ -238,7 +241,8 @@ class Supervisor:
             case Kill(name, why):
                 self._say(name, "kill", why)
                 self._children[name] = replace(self._children[name], killed=True)
-                _kill_group(self._processes[name])
+                if self._processes[name].returncode is None:
+                    _kill_group(self._processes[name])
             case Forget(name, why):
                 self._say(name, "forget", why)
                 self._drop(name)
@@ -284,14 +288,8 @@ class Supervisor:
             return etcd_flags(self._etcd[1], self._peer_port, self._folder.path / "etcd")
         if kind is Kind.NATS:
             return nats_flags(self._nats[1])
-        control = [
-            "--control.etcd",
-            self.etcd,
-            "--control.nats",
-            self.nats,
-            "--control.fleet",
-            self.plan.fleet,
-        ]
+        control = ["--control.fleet", self.plan.fleet]
+        control += ["--control.etcd", self.etcd, "--control.nats", self.nats]
         model = ["--model", self.plan.model, "--served-model-name", self.plan.model_name]
         if kind is Kind.ROUTER:
             bind = ["--control.bind", self.plan.host, "--control.advertise", _reachable(self.plan.host)]
@@ -311,6 +309,8 @@ class Supervisor:
         else:
             self._children[child.name] = slot
             self._reports.pop(child.name, None)
+        if child.kind is Kind.ROUTER:
+            self._router_status = None
         self._changed.set()
 
     def _drop(self, name: str) -> None:
