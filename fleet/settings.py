@@ -91,7 +91,8 @@ class _Setting:
     type: Any
     default: Any
     """MISSING: must be given."""
-    help: str
+    owner: type[Any]
+    """The dataclass that declares it."""
     secret: bool
 
     @property
@@ -146,20 +147,21 @@ def help_text(cls: type[Any], prog: str = "") -> str:
             section = setting.path[:-1]
             lines += ["", ".".join(section) + ":" if section else "settings:"]
         lines.append(f"  {setting.flag} {_kind(setting.type).upper()}")
+        meaning = _docs(setting.owner).get(setting.path[-1], "")
         if setting.secret:
             note = ""
         elif setting.default is MISSING:
             note = " (required)"
         else:
             note = f" (default: {_shown(setting.default)})"
-        lines += textwrap.wrap(f"{setting.help}{note} [{setting.variable}]", 94, initial_indent=" " * 6,
+        lines += textwrap.wrap(f"{meaning}{note} [{setting.variable}]", 94, initial_indent=" " * 6,
                                subsequent_indent=" " * 6)  # fmt: skip
     return "\n".join(lines)
 
 
 def _settings(cls: type[Any], path: tuple[str, ...] = (), default: Any = MISSING) -> Iterator[_Setting]:
     """Plain fields of `cls` and of its sections, plain ones first, else in the order they are written."""
-    hints, docs = get_type_hints(cls), _docs(cls)
+    hints = get_type_hints(cls)
     nested = []
     for item in fields(cls):
         if not item.init:
@@ -168,9 +170,7 @@ def _settings(cls: type[Any], path: tuple[str, ...] = (), default: Any = MISSING
         if _is_section(hints[item.name]):
             nested.append((hints[item.name], (*path, item.name), preset))
         else:
-            yield _Setting(
-                (*path, item.name), hints[item.name], preset, docs.get(item.name, ""), not item.repr
-            )
+            yield _Setting((*path, item.name), hints[item.name], preset, cls, not item.repr)
     for section, section_path, preset in nested:
         yield from _settings(section, section_path, preset)
 
