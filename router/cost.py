@@ -52,113 +52,134 @@ class Ask:
     """Routers that choose at the same time, this one included."""
 
 
-@dataclass(slots=True)
-class _Offer:
-    worker: Standing
-    seconds: float
-    work_s: float
-    """Of it, what this request itself adds."""
-    cached: int
-    tokens: int
-    """To compute there."""
-    local: bool = False
-    transfer_s: float = 0.0
+_Base = tuple[float, float, Standing, int, int]
+_Offer = tuple[float, float, Standing, int, int, bool, float]
+"""Expected seconds; of them, what this request itself adds; worker; its cached blocks; tokens to compute
+there; whether a decode worker computes the prompt; seconds of transfer. A plain tuple: hundreds are made
+for one choice."""
 
 
 def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | None:
     """A prefill worker, or a decode worker that computes the prompt itself; None: nobody is left."""
-    size = pool.block_size
-    decode = [_decode_offer(pool, worker, ask, settings, True) for worker in _able(pool.decode, ask)]
-    if not decode:
+    bases = _decode_bases(pool, ask, settings)
+    if not bases:
         return None
-    after = min(offer.seconds for offer in decode) + settings.handoff_s
+    local = _local(pool, ask, settings, bases)
     remote: list[_Offer] = []
+    after = settings.handoff_s + min(map(_seconds, _with_ticket(pool, bases)))
+    size, matched = pool.block_size, ask.matched
     for worker in _able(pool.prefill, ask):
-        cached = ask.matched.get(worker.id, 0)
+        cached = matched.get(worker.id, 0)
         tokens = max(1, ask.tokens - cached * size)
         work = tokens / worker.prefill_tokens_s
-        waits = worker.queued_tokens / worker.prefill_tokens_s
-        remote.append(_Offer(worker, waits + work + after, work, cached, tokens))
-    local = [_decode_offer(pool, offer.worker, ask, settings, False) for offer in decode]
+        seconds = after + work + worker.queued_tokens / worker.prefill_tokens_s
+        remote.append((seconds, work, worker, cached, tokens, False, 0.0))
     if not remote:
         return _take(pool, ask, settings, local, len(local), "no prefill worker")
-    best = min(offer.seconds for offer in remote)
-    short = settings.local_prefill_tokens
-    near = [
-        offer
-        for offer in local
-        if offer.seconds * (1.0 if offer.tokens <= short else settings.local_advantage) < best
-    ]
+    best, short, advantage = (
+        min(map(_seconds, remote)),
+        settings.local_prefill_tokens,
+        settings.local_advantage,
+    )
+    near = [offer for offer in local if offer[0] * (1.0 if offer[4] <= short else advantage) < best]
     return _take(pool, ask, settings, near or remote, len(remote) + len(local), "")
 
 
 def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool) -> Choice | None:
     """A decode worker; with a ticket it pulls the KV it lacks, else it computes it. None: nobody is left."""
-    offers = [_decode_offer(pool, worker, ask, settings, ticket) for worker in _able(pool.decode, ask)]
-    return _take(pool, ask, settings, offers, len(offers), "") if offers else None
+    bases = _decode_bases(pool, ask, settings)
+    if not bases:
+        return None
+    offers = _with_ticket(pool, bases) if ticket else _local(pool, ask, settings, bases)
+    return _take(pool, ask, settings, offers, len(offers), "")
 
 
 def _able(workers: Sequence[Standing], ask: Ask) -> list[Standing]:
     """Those that could hold the sequence and one token more, and did not fail it before."""
-    return [w for w in workers if w.card.max_tokens > ask.tokens and w.card.incarnation not in ask.avoid]
+    tokens, avoid = ask.tokens, ask.avoid
+    return [w for w in workers if w.card.max_tokens > tokens and w.card.incarnation not in avoid]
 
 
-def _decode_offer(pool: Pool, worker: Standing, ask: Ask, settings: CostSettings, ticket: bool) -> _Offer:
-    cached = ask.matched.get(worker.id, 0)
-    needed = -(-ask.tokens // pool.block_size) + 1 - cached
-    crowd = worker.sequences + 1 - worker.decode_batch
-    pace = worker.decode_step_s * (1 + settings.crowding * crowd if crowd > 0 else 1)
-    seconds = settings.horizon_tokens * pace + worker.waiting * worker.decode_step_s
-    work = settings.horizon_tokens * worker.decode_step_s * settings.crowding
-    if worker.blocks_free < needed:
-        seconds += settings.memory_s * (1 - worker.blocks_free / needed)
-    waits = worker.queued_tokens / worker.prefill_tokens_s
-    if ticket:
-        transfer = (needed - 1) * pool.block_bytes / worker.pull_bytes_s
-        return _Offer(worker, seconds + waits + transfer, work + transfer, cached, 0, transfer_s=transfer)
-    tokens = max(1, ask.tokens - cached * pool.block_size)
-    compute = tokens / worker.prefill_tokens_s * (1 + settings.disturbance * worker.sequences)
-    return _Offer(worker, seconds + waits + compute, work + compute, cached, tokens, local=True)
+def _decode_bases(pool: Pool, ask: Ask, settings: CostSettings) -> list[_Base]:
+    """Of each decode worker, with the KV there: seconds until the first tokens have come and what this
+    request adds to them, its cached blocks, and the prompt's blocks that it lacks."""
+    blocks, matched = -(-ask.tokens // pool.block_size), ask.matched
+    horizon, crowding = settings.horizon_tokens, settings.crowding
+    bases = []
+    for worker in _able(pool.decode, ask):
+        cached = matched.get(worker.id, 0)
+        lacks = blocks - cached
+        step = worker.decode_step_s
+        crowd = worker.sequences + 1 - worker.decode_batch
+        seconds = horizon * step * (1 + crowding * crowd if crowd > 0 else 1) + worker.waiting * step
+        seconds += worker.queued_tokens / worker.prefill_tokens_s
+        if worker.blocks_free <= lacks:
+            seconds += settings.memory_s * (1 - worker.blocks_free / (lacks + 1))
+        bases.append((seconds, horizon * step * crowding, worker, cached, lacks))
+    return bases
+
+
+def _with_ticket(pool: Pool, bases: list[_Base]) -> list[_Offer]:
+    size = pool.block_bytes
+    offers: list[_Offer] = []
+    for seconds, work, worker, cached, lacks in bases:
+        transfer = lacks * size / worker.pull_bytes_s
+        offers.append((seconds + transfer, work + transfer, worker, cached, 0, False, transfer))
+    return offers
+
+
+def _local(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) -> list[_Offer]:
+    size, disturbance = pool.block_size, settings.disturbance
+    offers: list[_Offer] = []
+    for seconds, work, worker, cached, _ in bases:
+        tokens = max(1, ask.tokens - cached * size)
+        compute = tokens / worker.prefill_tokens_s * (1 + disturbance * worker.sequences)
+        offers.append((seconds + compute, work + compute, worker, cached, tokens, True, 0.0))
+    return offers
 
 
 def _take(pool: Pool, ask: Ask, settings: CostSettings, offers: list[_Offer], seen: int, note: str) -> Choice:
-    best = min(offers, key=lambda offer: offer.seconds)
+    best = min(offers, key=_seconds)
     herd = settings.herd_share * (ask.routers - 1)
-    limit = best.seconds + settings.tie_s + best.work_s * (settings.tie_share + herd)
-    near = [offer for offer in offers if offer.seconds <= limit]
+    limit = best[0] + settings.tie_s + best[1] * (settings.tie_share + herd)
+    near = [offer for offer in offers if offer[0] <= limit]
     chosen = best
     if len(near) > 1:
         first = ask.tie % len(near)
         second = (first + 1 + ask.tie // len(near) % (len(near) - 1)) % len(near)
-        one, other = near[first], near[second]
-        chosen = other if _busy(other) < _busy(one) else one
-    worker, blocks = chosen.worker, -(-ask.tokens // pool.block_size)
+        chosen = min(near[first], near[second], key=_busy)
+    seconds, _, worker, cached, tokens, local, transfer = chosen
+    blocks = -(-ask.tokens // pool.block_size)
     told = worker.report is not None
     parts = [
         f"{worker.queued_tokens:.0f} queued tokens" if told else "load unknown",
-        f"{chosen.cached}/{blocks} blocks cached",
+        f"{cached}/{blocks} blocks cached",
     ]
-    if chosen.local:
-        parts.append(f"computes {chosen.tokens} tokens itself")
+    if local:
+        parts.append(f"computes {tokens} tokens itself")
     if worker.card.role is Role.DECODE:
         parts.append(f"{worker.sequences:.0f} sequences")
-    if chosen.transfer_s:
-        parts.append(f"transfer {chosen.transfer_s * 1000:.1f} ms")
-    if worker.blocks_free < blocks - chosen.cached:
+    if transfer:
+        parts.append(f"transfer {transfer * 1000:.1f} ms")
+    if worker.blocks_free < blocks - cached:
         parts.append(f"only {worker.blocks_free:.0f} blocks free")
     if note:
         parts.append(note)
-    parts.append(f"{len(near)} of {seen} near {best.seconds * 1000:.0f} ms")
+    parts.append(f"{len(near)} of {seen} near {best[0] * 1000:.0f} ms")
     return Choice(
         worker=worker.id,
         incarnation=worker.card.incarnation,
-        seconds=chosen.seconds,
-        local=chosen.local,
-        tokens=chosen.tokens,
-        blocks=max(0, blocks + 1 - chosen.cached),
+        seconds=seconds,
+        local=local,
+        tokens=tokens,
+        blocks=max(0, blocks + 1 - cached),
         why=", ".join(parts),
     )
 
 
+def _seconds(offer: _Offer) -> float:
+    return offer[0]
+
+
 def _busy(offer: _Offer) -> tuple[float, float]:
-    return (offer.worker.sequences, offer.worker.queued_tokens)
+    return (offer[2].sequences, offer[2].queued_tokens)

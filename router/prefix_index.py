@@ -193,9 +193,9 @@ class PrefixIndex:
     def match(self, hashes: Sequence[int], now: float) -> dict[WorkerId, int]:
         """Leading blocks each worker is believed to hold; workers with none are absent.
 
-        A worker that holds a block holds those before it (caches evict from the leaf), so that runs
-        are halved where the two ends differ and skipped where they agree. At most one look a block;
-        were a cache to have a hole behind its leading block, the answer could overstate: it is a hint.
+        A worker that holds a block holds those before it (caches evict from the leaf), so that few
+        depths are found by halving the runs whose ends differ, many by walking. Were a cache to have a
+        hole behind its first block, halving could overstate: the answer is a hint.
         """
         depths = self._depths(self._table, hashes, self._live & ~self._unproven) if hashes else {}
         if self._unproven and hashes:
@@ -396,32 +396,54 @@ class PrefixIndex:
     @staticmethod
     def _depths(table: dict[int, int], hashes: Sequence[int], among: int) -> dict[int, int]:
         """Slot bit → leading blocks, for the bits `among` that have the first block."""
-        get = table.get
-        first = get(hashes[0], 0) & among
-        depths: dict[int, int] = {}
+        first = table.get(hashes[0], 0) & among
         if not first:
-            return depths
-        end = len(hashes) - 1
-        full = first & get(hashes[end], 0)
-        spans = [(0, end, first, full)]
-        while spans:
-            low, high, at_low, at_high = spans.pop()
-            lost = at_low & ~at_high
-            if not lost:
-                continue
-            if high - low > 1:
-                middle = (low + high) // 2
-                at_middle = at_low & get(hashes[middle], 0)
-                full &= at_middle | ~at_low
-                spans.append((middle, high, at_middle, at_middle & at_high))
-                spans.append((low, middle, at_low, at_middle))
-                continue
-            while lost:
-                bit = lost & -lost
-                lost ^= bit
-                depths[bit] = low + 1
-        while full:
-            bit = full & -full
-            full ^= bit
-            depths[bit] = len(hashes)
-        return depths
+            return {}
+        return _halve(table, hashes, first) or _walk(table, hashes, first)
+
+
+def _halve(table: dict[int, int], hashes: Sequence[int], first: int) -> dict[int, int] | None:
+    """Halves the runs whose ends differ. None when there are so many depths that walking is faster."""
+    get = table.get
+    depths: dict[int, int] = {}
+    full = first & get(hashes[-1], 0)
+    spans = [(0, len(hashes) - 1, first, full)]
+    looks = len(hashes) // 24 + 8
+    while spans:
+        low, high, at_low, at_high = spans.pop()
+        lost = at_low & ~at_high
+        if not lost:
+            continue
+        if high - low == 1:
+            _put(depths, lost, high)
+            continue
+        looks -= 1
+        if not looks:
+            return None
+        middle = (low + high) // 2
+        at_middle = at_low & get(hashes[middle], 0)
+        full &= at_middle | ~at_low
+        spans.append((middle, high, at_middle, at_middle & at_high))
+        spans.append((low, middle, at_low, at_middle))
+    _put(depths, full, len(hashes))
+    return depths
+
+
+def _walk(table: dict[int, int], hashes: Sequence[int], first: int) -> dict[int, int]:
+    get, here = table.get, first
+    depths: dict[int, int] = {}
+    for depth, name in enumerate(hashes):
+        if (still := here & get(name, 0)) != here:
+            _put(depths, here & ~still, depth)
+            here = still
+            if not here:
+                return depths
+    _put(depths, here, len(hashes))
+    return depths
+
+
+def _put(depths: dict[int, int], bits: int, depth: int) -> None:
+    while bits:
+        bit = bits & -bits
+        bits ^= bit
+        depths[bit] = depth

@@ -53,7 +53,7 @@ def test_match_counts_leading_blocks_of_each_worker() -> None:
     made.validate()
 
 
-@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 40))
+@given(st.lists(st.integers(0, 300), max_size=80), st.integers(1, 300))
 def test_match_equals_a_plain_walk_for_any_depths(depths: list[int], length: int) -> None:
     workers = [WorkerId(f"w{n}") for n in range(len(depths))]
     made, logs = proven(*workers)
