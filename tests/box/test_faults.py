@@ -81,11 +81,11 @@ def test_kv_that_does_not_come_whole_is_computed_again(fault: str) -> None:
         async with Box(1, 1, router=REMOTE, transfer=TransferSettings(lease_s=2.0)) as box:
             source = box.workers["prefill-0"].transfer.address  # type: ignore[index]
             if fault == "corrupt":
-                box.links.corrupt(source)
+                box.hub.corrupt(source)
             elif fault == "drop":
-                box.links.drop(source)
+                box.hub.drop(source)
             else:
-                box.links.delay(source, 30.0)
+                box.hub.delay(source, 30.0)
             request = box.request(range(500), Sampling(max_tokens=20), 1)
             answer = await box.ask(request)
             assert answer.error is None

@@ -1,20 +1,25 @@
-"""A whole fleet in one virtual-time loop: the real router, services, engines, schedulers, leases.
+"""A whole fleet in one process: the real router, services, engines, schedulers, leases.
 
-Only the device (a latency model whose tokens depend on all KV before them) and the cables (memory
-implementations of wire, bus, registry and transfer) are not those of production.
+By default in virtual time: only the device (a latency model whose tokens depend on all KV before them) and
+the cables (memory implementations of wire, bus, registry and transfer) are not those of production. Another
+`replica` brings a real model, `links=None` the real transports.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from decode_worker.service import DecodeService
 from engine.latency_runner import LatencyModel, LatencyRunner, ToyModel, reference_tokens
 from engine.loop import Engine
+from engine.runner import Runner
 from engine.settings import EngineSettings
 from fleet.bus.memory import MemoryHub as BusHub
 from fleet.chassis import Chassis, ChassisSettings
@@ -22,6 +27,7 @@ from fleet.errors import FleetError
 from fleet.events import LoadReport
 from fleet.handoff import CancelReason
 from fleet.ids import Incarnation, RequestId, WorkerId
+from fleet.kv_layout import KvLayout
 from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.memory import MemoryHub as RegistryHub
 from fleet.request import Request, Sampling
@@ -35,6 +41,10 @@ from prefill_worker.service import PrefillService
 from router.run import RunEnd
 from router.settings import RouterSettings
 from router.watcher import Router
+
+Memory = NDArray[np.uint8]
+Replica = Callable[[EngineSettings], tuple[KvLayout, Callable[[Memory], Runner]]]
+"""Settings → layout of the pool, and the runner over its memory."""
 
 MODEL = "toy"
 LATENCY = LatencyModel(base_s=0.004, per_prompt_token_s=0.0002, per_decode_s=0.0004, per_context_token_s=1e-7)
@@ -69,9 +79,9 @@ class BoxWorker:
 
     async def run(self) -> None:
         box, settings = self.box, self.box.engine
-        layout = LatencyRunner.layout_of(settings.block_size)
+        layout, make = box.replica(settings)
         region = Region.allocate(box.blocks, layout.block_bytes)
-        runner = LatencyRunner(region.array, layout, box.latency, box.model)
+        runner = make(region.array)
         self.engine = Engine(runner, settings, lambda report: self.service.stepped(report))
         self.registry, self.bus = box.registry.registry(), box.bus.bus()
         self.chassis = Chassis("box", ChassisSettings(), self.registry, self.bus)
@@ -85,6 +95,7 @@ class BoxWorker:
                 on_end=self._lease_ended,
                 loopback=box.links,
             )
+            stack.push_async_callback(runner.close)
             stack.push_async_callback(self.transfer.close)
             if self.role is Role.PREFILL:
                 self.service = PrefillService(self.chassis, self.engine, self.transfer)
@@ -144,6 +155,8 @@ class Box:
         transfer: TransferSettings | None = None,
         latency: LatencyModel = LATENCY,
         model: ToyModel | None = None,
+        replica: Replica | None = None,
+        real_links: bool = False,
     ) -> None:
         self.counts = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.blocks = blocks
@@ -155,11 +168,18 @@ class Box:
         self.registry = RegistryHub(delay_s=0.001)
         self.bus = BusHub(delay_s=0.0005)
         self.wire = WireHub(to_worker_s=0.0002, to_router_s=0.0002)
-        self.links = LoopbackHub(bytes_s=1e9, latency_s=0.0002, block_bytes=360 * 1024)
+        self.replica = replica or self._toy
+        self.links = (
+            None if real_links else LoopbackHub(bytes_s=1e9, latency_s=0.0002, block_bytes=360 * 1024)
+        )
         self.workers: dict[WorkerId, BoxWorker] = {}
         self.lives = 0
         self.router: Router
         self._router: asyncio.Task[None]
+
+    def _toy(self, settings: EngineSettings) -> tuple[KvLayout, Callable[[Memory], Runner]]:
+        layout = LatencyRunner.layout_of(settings.block_size)
+        return layout, lambda memory: LatencyRunner(memory, layout, self.latency, self.model)
 
     async def __aenter__(self) -> Box:
         for role, count in self.counts.items():
@@ -190,6 +210,12 @@ class Box:
             if isinstance(end, Exception):
                 raise end
 
+    @property
+    def hub(self) -> LoopbackHub:
+        """Where KV is torn, delayed and lost on demand."""
+        assert self.links is not None
+        return self.links
+
     def start(self, role: Role, name: str) -> BoxWorker:
         """A worker process starts (again, under the same name: another incarnation)."""
         self.lives += 1
@@ -204,7 +230,7 @@ class Box:
         worker.registry.cut = True
         worker.bus.cut = True
         self.wire.kill(worker.address)
-        self.links.die(worker.transfer.address)
+        self.hub.die(worker.transfer.address)
         assert worker.task is not None
         worker.task.cancel()
         await asyncio.gather(worker.task, return_exceptions=True)

@@ -1,6 +1,0 @@
-"""Makes `whole_fleet.py` importable from the tests beside it."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

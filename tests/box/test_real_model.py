@@ -1,0 +1,139 @@
+"""The demo model through 1 prefill + 1 decode says what it says alone, and what `transformers` says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from whole_fleet import Box, Memory
+
+from engine.build import build_runner, plan_pool
+from engine.runner import Runner
+from engine.settings import EngineSettings
+from fleet.kv_layout import KvLayout
+from fleet.model_files import resolve
+from fleet.request import Sampling
+from kv_transfer.settings import TransferSettings
+from router.settings import CostSettings, RouterSettings
+
+pytestmark = pytest.mark.model
+
+NEW = 8
+"""Tokens of each answer: one from prefill, the others from KV that was moved."""
+
+LENGTHS = (5, 7, 15, 16, 17, 23, 31, 32, 33, 47, 64, 65, 90, 128, 129, 180, 250, 400, 700, 1500)
+
+TEXTS = (
+    "The river rises in the mountains and flows through three countries before it reaches the sea. ",
+    "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n\n",
+    "In 1969, 2 men walked on the Moon; 12 had done so by 1972. Café, naïve, 日本語, Ελλάδα, 🙂. ",
+    "Question: what is a cache? Answer: a place near at hand for what may be wanted again. ",
+)
+
+REMOTE = RouterSettings(cost=CostSettings(local_prefill_tokens=0, local_advantage=1e9))
+LOCAL = RouterSettings(cost=CostSettings(local_prefill_tokens=1 << 20, local_advantage=0.0))
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return resolve("smollm2").folder
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    chance = random.Random(1)
+    found = []
+    for number, length in enumerate(LENGTHS):
+        text = "".join(chance.choice(TEXTS) for _ in range(length // 8 + 2))
+        found.append(tokenizer.encode(f"{number}. {text}").ids[:length])
+    # One that shares its beginning with a longer one, so that caches are hit on both sides.
+    return [*found, [*found[-2][:500], *found[3]]]
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=2
+            )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def box_of(folder: Path, prefill: int, router: RouterSettings, blocks: int, transport: str) -> Box:
+    settings = EngineSettings(
+        block_size=16, max_batch=8, max_step_tokens=192, dtype="float32", device="cpu", threads=1
+    )
+
+    def replica(settings: EngineSettings) -> tuple[KvLayout, Callable[[Memory], Runner]]:
+        layout, _ = plan_pool(folder, settings)
+        return layout, lambda memory: build_runner(folder, settings, memory)
+
+    return Box(
+        prefill,
+        1,
+        blocks=blocks,
+        engine=settings,
+        router=router,
+        transfer=TransferSettings(transport=transport),
+        replica=replica,
+        real_links=True,
+    )
+
+
+async def ask_all(box: Box, prompts: list[list[int]], twice: bool = False) -> list[list[int]]:
+    sampling = Sampling(max_tokens=NEW, temperature=0.0)
+    answers = []
+    for _ in range(2 if twice else 1):
+        # All at once: batched, and chunked by the token budget of a step.
+        asked = [
+            box.ask(box.request(prompt, sampling, number + 1000 * len(answers)))
+            for number, prompt in enumerate(prompts)
+        ]
+        for answer in await asyncio.gather(*asked):
+            assert answer.error is None, answer.error
+            answers.append(answer.tokens)
+    return answers
+
+
+@pytest.mark.parametrize("transport", ["ucx", "shm"])
+def test_text_of_one_prefill_and_one_decode_is_the_reference(
+    transport: str, folder: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    async def main() -> None:
+        # The longest prompt alone takes 94 of 160 blocks: decode preempts and evicts.
+        async with box_of(folder, 1, REMOTE, 160, transport) as box:
+            assert await ask_all(box, prompts, twice=transport == "shm") == reference * (
+                2 if transport == "shm" else 1
+            )
+            decode = box.workers["decode-0"].load().counters  # type: ignore[index]
+            assert decode["local_prefills"] == 0
+            assert decode["pulls_recomputed"] == 0
+            assert decode["pulled_tokens"] > sum(LENGTHS) / 2
+
+    asyncio.run(main())
+
+
+def test_text_of_a_worker_that_prefills_for_itself_is_the_reference(
+    folder: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with box_of(folder, 0, LOCAL, 160, "shm") as box:
+            assert await ask_all(box, prompts) == reference
+            decode = box.workers["decode-0"].load().counters  # type: ignore[index]
+            assert decode["local_prefills"] == len(prompts)
+
+    asyncio.run(main())
