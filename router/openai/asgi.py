@@ -427,6 +427,8 @@ class _Exchange:
 
     async def _fail(self, error: FleetError) -> None:
         if not self._started:
+            if self._ping is not None:
+                self._ping.cancel()
             await self._respond(error.http_status, error_body(error), [*_JSON, *error_headers(error)],
                                 linger=isinstance(error, TooLarge | SlowBody))  # fmt: skip
             return

@@ -16,7 +16,7 @@ from router.openai.sampling import check_sequences
 from router.openai.stream import Choice, Job
 from router.run import RunEnd, RunToken
 from router.text.answer import LoggedToken
-from router.text.detokenize import Vocabulary
+from router.text.detokenize import Detokenizer, Vocabulary
 from router.text.tokenizer import ModelText
 
 _encode = msgspec.json.Encoder().encode
@@ -40,7 +40,7 @@ async def prepare(body: CompletionBody, text: ModelText, endpoint: Endpoint) -> 
         group = choices_of(body, text, endpoint, at, tokens, n, max_tokens=body.max_tokens, logprobs=logprobs)
         for choice in group:
             if body.echo:
-                choice.echo = prompt if isinstance(prompt, str) else text.decode(tokens)
+                choice.echo = prompt if isinstance(prompt, str) else _whole_characters(tokens, text)
             if body.max_tokens == 0:
                 choice.run = _NothingToDraw(len(tokens))
         choices += group
@@ -89,6 +89,12 @@ async def _tokens(prompt: str | list[int], text: ModelText, where: str) -> tuple
     if not tokens:
         raise BadRequest(f"{where} is empty; at least one token is needed", param=where)
     return tuple(tokens)
+
+
+def _whole_characters(tokens: tuple[int, ...], text: ModelText) -> str:
+    """Text of a prompt up to its last whole character: one that the answer completes stands in the answer."""
+    detokenizer = Detokenizer(text.vocabulary)
+    return "".join(detokenizer.feed(token) for token in tokens)
 
 
 class _NothingToDraw:

@@ -50,7 +50,7 @@ def sampling(
     rest = context - prompt_tokens
     if max_tokens is not None and max_tokens > rest:
         raise BadRequest(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} were asked for; the model's context is "
+            f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens; the model's context is "
             f"{context} tokens: ask for at most {rest}",
             param="max_tokens",
             code="context_length_exceeded",

@@ -44,6 +44,7 @@ class HttpServer:
             ws="none",
             lifespan="on",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -63,11 +64,11 @@ class HttpServer:
         """Until stopped; raises what ended the server."""
         await asyncio.shield(self._task)
 
-    async def stop(self, limit_s: float) -> None:
-        """Accepts no more, waits for what runs, then ends it with an error. Idempotent."""
+    async def stop(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
+        """Accepts no more, waits for what runs, then, or when told to hurry, ends it with an error."""
         self._ingress.draining = True
         self._server.should_exit = True
-        if not await self._ended(limit_s):
+        if not await self._ended(limit_s, hurry):
             await self._ingress.stop_running()
             if not await self._ended(_GRACE_S):
                 self._server.force_exit = True
@@ -75,6 +76,8 @@ class HttpServer:
                     self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _ended(self, limit_s: float) -> bool:
-        done, _ = await asyncio.wait({self._task}, timeout=limit_s)
-        return bool(done)
+    async def _ended(self, limit_s: float, hurry: asyncio.Event | None = None) -> bool:
+        hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+        await asyncio.wait({self._task, hurried}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        return self._task.done()

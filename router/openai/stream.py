@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,24 +89,30 @@ async def follow(choice: Choice, show: Show, now: Callable[[], float]) -> None:
     assert run is not None
     wants_logprobs = choice.request.sampling.logprobs >= 0
     opened = over = False
-    async for event in run:
-        if isinstance(event, RunEnd):
-            await _end(choice, event, show)
-            if choice.timeline is not None:
-                choice.timeline.mark(Stage.ENDED, now())
-            return
-        if over:
-            continue  # on its way when the run was stopped
-        if wants_logprobs and event.logprobs is None:
-            raise Internal("the worker sent no log-probabilities, which were asked for")
-        text = answer.feed(event.token, event.logprobs)
-        if text or not opened:
-            opened = True
-            await show(choice, text, _take(answer, text))
-        over = answer.matched
-        if over:
-            await run.stop(CancelReason.STOP_STRING)
-    raise Internal("the run ended without a word")
+    events = aiter(run)
+    try:
+        async for event in events:
+            if isinstance(event, RunEnd):
+                await _end(choice, event, show)
+                if choice.timeline is not None:
+                    choice.timeline.mark(Stage.ENDED, now())
+                return
+            if over:
+                continue  # on its way when the run was stopped
+            if wants_logprobs and event.logprobs is None:
+                raise Internal("the worker sent no log-probabilities, which were asked for")
+            text = answer.feed(event.token, event.logprobs)
+            if text or not opened:
+                opened = True
+                await show(choice, text, _take(answer, text))
+            over = answer.matched
+            if over:
+                await run.stop(CancelReason.STOP_STRING)
+        raise Internal("the run ended without a word")
+    finally:
+        # Left in the middle, a generator would clean up whenever it is collected.
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
 
 
 def _take(answer: Answer, text: str) -> list[LoggedToken]:

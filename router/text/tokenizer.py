@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fleet.errors import BadRequest
 from router.text.detokenize import Vocabulary
@@ -98,6 +98,19 @@ class ModelText:
             settings=settings,
         )
 
+    @classmethod
+    def of_bytes(cls, settings: TextSettings | None = None) -> ModelText:
+        """For models that mean nothing: token n is byte n, and two more begin and end a turn."""
+        tokenizer = Tokenizer(models.BPE(dict(_ALPHABET), []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        template = (
+            "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+            "{% endfor %}<|im_start|>assistant\n"
+        )
+        return cls(tokenizer.to_str(), end_tokens=(257,), chat_template=template, settings=settings)
+
     @property
     def most_characters(self) -> int:
         """No text longer than this fits into the context: no token stands for more than the longest one."""
@@ -119,8 +132,9 @@ class ModelText:
             return await asyncio.get_running_loop().run_in_executor(
                 self._pool, self._encode, text, add_special
             )
-        except UnicodeError as error:
-            raise BadRequest(f"{param} is not valid Unicode: {error}", param=param) from error
+        except (UnicodeError, TypeError) as error:
+            # The library calls a string with half a surrogate pair no string.
+            raise BadRequest(f"{param} is not valid Unicode", param=param) from error
 
     async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation. BadRequest: the model has no template, or it refuses."""

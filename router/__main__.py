@@ -1,0 +1,103 @@
+"""Starts a router: `python -m router --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fleet import __version__
+from fleet.bus.nats_bus import NatsBus
+from fleet.life import Life, run_process
+from fleet.model_files import resolve
+from fleet.registry.etcd_registry import EtcdRegistry
+from fleet.settings import ControlSettings, load_or_exit
+from fleet.wire.rpc import GrpcWire
+from fleet.wire.session import WireSettings
+from router.openai.asgi import Ingress
+from router.openai.server import HttpServer
+from router.openai.settings import HttpSettings
+from router.settings import RouterSettings
+from router.text.tokenizer import ModelText, TextSettings
+from router.watcher import Router, routers_prefix
+
+log = logging.getLogger(__name__)
+
+LATENCY = "latency"
+"""The model without weights; its text is bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcessSettings(RouterSettings):
+    """The ingress of a fleet, and the choice of workers for each request."""
+
+    model: str = "smollm2"
+    """Whose tokenizer and chat template to use: folder, .gguf file, hub name, or `smollm2`."""
+    served_model_name: str = ""
+    """Name clients use; empty: the model's own."""
+    router_id: str = ""
+    """Name of this router in the fleet; empty: drawn."""
+    control: ControlSettings = field(default_factory=ControlSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
+    text: TextSettings = field(default_factory=TextSettings)
+    wire: WireSettings = field(default_factory=WireSettings)
+
+
+def load_text(settings: RouterProcessSettings) -> tuple[str, ModelText]:
+    """Served name and text side of the model. Takes a second."""
+    kind = settings.model.partition(":")[0]
+    if kind == LATENCY:
+        return settings.served_model_name or kind, ModelText.of_bytes(settings.text)
+    files = resolve(settings.model)
+    return settings.served_model_name or files.name, ModelText.load(files.folder, settings.text)
+
+
+async def run(life: Life, settings: RouterProcessSettings) -> None:
+    """Serves until SIGTERM, then finishes what runs."""
+    control = settings.control
+    async with AsyncExitStack() as stack:
+        registry = EtcdRegistry.of(control)
+        stack.push_async_callback(registry.close)
+        bus = NatsBus(control.nats)
+        stack.push_async_callback(bus.close)
+        wire = GrpcWire(settings.wire)
+        stack.push_async_callback(wire.close)
+        name, text = await asyncio.to_thread(load_text, settings)
+        router = Router(settings, control.fleet, registry, bus, wire)
+
+        def context(model: str) -> int | None:
+            return max((pool.max_tokens for pool in router.roster.pools(model)), default=None)
+
+        ingress = Ingress(router.flow, {name: text}, settings.http, version=__version__, context=context)
+        life.root("the router", router.run())
+        server = await HttpServer.start(ingress, settings.http, control.bind)
+        life.root("the HTTP server", server.serve())
+        host = f"[{control.advertised}]" if ":" in control.advertised else control.advertised
+        url = f"http://{host}:{server.port}"
+        id = settings.router_id or f"router-{secrets.token_hex(3)}"
+        card = {
+            "id": id,
+            "http": url,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "version": __version__,
+        }
+        lease = await registry.lease(control.lease_ttl_s)
+        await lease.put(routers_prefix(control.fleet) + id, msgspec.json.encode(card))
+        log.info("%s serves %s at %s", id, name, url)
+        await life.stopping.wait()
+        ingress.draining = True
+        await lease.close()
+        await server.stop(settings.http.drain_limit_s, life.hurrying)
+        log.info("%s has left", id)
+
+
+if __name__ == "__main__":
+    chosen = load_or_exit(RouterProcessSettings, prog="python -m router")
+    run_process(lambda life: run(life, chosen))
