@@ -25,7 +25,7 @@ FRAME_BYTES = 1 << 20
 READ_BYTES = 32 << 20
 """Most bytes that one read may ask for, unless it is a single block."""
 OPEN_READS = 64
-"""Most reads a peer may have under way."""
+"""Most reads a peer may have under way; readers of ours keep to half of it."""
 SESSIONS = 1024
 """Most peers at once."""
 
@@ -303,8 +303,9 @@ class Session(Protocol):
     lists_blocks: bool
     """Whether a reader is told which blocks to read by itself."""
 
-    def start(self, number: int, reading: Reading, done: Callable[[], None]) -> None:
-        """Begin moving; `done` is to be called once, when nothing touches the blocks any more."""
+    def start(self, number: int, reading: Reading, done: Callable[[bool], None]) -> None:
+        """Begin moving; `done` is to be called once, when nothing touches the blocks any more, with whether
+        all bytes went out."""
         ...
 
     def copied(self, number: int) -> None:
@@ -492,7 +493,7 @@ class _Serving:
         self._open[number] = reading
         blocks = list(reading.blocks) if self._session.lists_blocks else []
         self._say(Granted(number, list(reading.checksums), blocks))
-        self._session.start(number, reading, lambda: self._done(number))
+        self._session.start(number, reading, lambda whole: self._done(number, whole))
 
     def _overdue(self, number: int) -> None:
         """The lease is past its end and this read still holds it."""
@@ -503,13 +504,15 @@ class _Serving:
         if not self._session.drop(number):
             self._writer.close()
 
-    def _done(self, number: int) -> None:
+    def _done(self, number: int, whole: bool) -> None:
         answer: ToReader = Done(number)
         try:
             self._source.end_read(self._open.pop(number))
         except LeaseExpired as error:
             answer = Refused.of(number, error)
-        if number not in self._told:
+        if not whole and number not in self._told:
+            self._writer.close()  # the path is broken; the reader learns it by this
+        elif number not in self._told:
             self._say(answer)
         self._told.discard(number)
         self._idle.set()

@@ -41,6 +41,8 @@ class _Lease:
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
     expires: float
+    number: int
+    """Order of grants: decides between equal ends, so that runs on a virtual clock are alike."""
     reads: int = 0
     revoked: str = ""
 
@@ -50,7 +52,8 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self._leases: dict[LeaseId, _Lease] = {}
-        self._heap: list[tuple[float, LeaseId]] = []
+        self._heap: list[tuple[float, int, LeaseId]] = []
+        self._granted = 0
         self._pins: dict[int, int] = {}
         self._generations: dict[int, int] = {}
         self._past: OrderedDict[LeaseId, str] = OrderedDict()
@@ -83,8 +86,9 @@ class LeaseTable:
         for block in blocks:
             self._pins[block] = self._pins.get(block, 0) + 1
         generations = tuple(self._generations.get(block, 0) for block in blocks)
-        self._leases[lease] = _Lease(tuple(blocks), generations, now + duration_s)
-        heapq.heappush(self._heap, (now + duration_s, lease))
+        self._granted += 1
+        self._leases[lease] = _Lease(tuple(blocks), generations, now + duration_s, self._granted)
+        heapq.heappush(self._heap, (now + duration_s, self._granted, lease))
 
     def _standing(self, lease: LeaseId, now: float) -> _Lease:
         entry = self._leases.get(lease)
@@ -102,8 +106,12 @@ class LeaseTable:
         entry = self._standing(lease, now)
         if now + duration_s > entry.expires:
             entry.expires = now + duration_s
-            heapq.heappush(self._heap, (entry.expires, lease))
+            heapq.heappush(self._heap, (entry.expires, entry.number, lease))
         return entry.expires - now
+
+    def check(self, lease: LeaseId, now: float) -> None:
+        """LeaseExpired when it does not stand."""
+        self._standing(lease, now)
 
     def begin_read(self, lease: LeaseId, positions: Sequence[int], now: float) -> tuple[int, ...]:
         """Blocks at `positions` of the lease, pinned until `end_read`. LeaseExpired or IndexError."""
@@ -138,7 +146,7 @@ class LeaseTable:
         ended: list[Ended] = []
         overdue: list[LeaseId] = []
         while self._heap and self._heap[0][0] <= now:
-            expires, lease = heapq.heappop(self._heap)
+            expires, _, lease = heapq.heappop(self._heap)
             entry = self._leases.get(lease)
             if entry is None or entry.expires != expires:
                 continue
@@ -152,7 +160,7 @@ class LeaseTable:
     def next_expiry(self) -> float | None:
         """When `expire` has something to do next."""
         while self._heap:
-            expires, lease = self._heap[0]
+            expires, _, lease = self._heap[0]
             entry = self._leases.get(lease)
             if entry is not None and entry.expires == expires:
                 return expires
@@ -186,7 +194,9 @@ class LeaseTable:
             assert entry.reads >= 0, f"lease {lease} has {entry.reads} reads"
             assert entry.reads or not entry.revoked, f"lease {lease} is revoked, unread and not ended"
             overdue = entry.revoked and entry.reads
-            assert overdue or (entry.expires, lease) in scheduled, f"lease {lease} would never expire"
+            assert overdue or (entry.expires, entry.number, lease) in scheduled, (
+                f"lease {lease} would never expire"
+            )
             self._check_generations(lease, entry)
             for block in entry.blocks:
                 pins[block] = pins.get(block, 0) + 1

@@ -21,7 +21,8 @@ class TransferSettings:
     checksum: bool = True
     """xxh3_64 of each block, sealed at grant and verified by the reader; 13–21 GB/s, so leave it on."""
     bind: str = "127.0.0.1"
-    """Interface address that ucx listens on; set it to this host's own address to serve other hosts."""
+    """Address that ucx listens on; set it to this host's own to serve other hosts. On another one than
+    loopback, UCX's data ports take the interfaces that UCX_NET_DEVICES names (all of them by default)."""
     advertise: str = ""
     """Host written into tickets; empty is `bind`."""
     folder: str = ""
@@ -41,6 +42,8 @@ class TransferSettings:
         for name in ("lease_s", "connect_s", "fence_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: must be more than 0 seconds, not {getattr(self, name)}")
+        if self.bind in ("", "0.0.0.0", "::") and not self.advertise:
+            raise ValueError(f"advertise: must be set when bind is {self.bind!r}, which readers cannot reach")
         if not 1 << 12 <= self.chunk_bytes <= 32 << 20:
             raise ValueError(f"chunk_bytes: must be 4 KiB to 32 MiB, not {self.chunk_bytes}")
         if self.in_flight_bytes < self.chunk_bytes:

@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -55,10 +55,13 @@ class ShmTransport:
         _sweep_dead(parent)
         transport._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         path = os.path.join(transport._folder, "s")
+        early = os.path.join(transport._folder, "early")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(path)
+            listener.bind(early)
             listener.listen(128)
+            # Only now may others judge by its answer whether we live.
+            os.rename(early, path)
         except OSError:
             listener.close()
             shutil.rmtree(transport._folder, ignore_errors=True)
@@ -126,15 +129,15 @@ class _Serving:
     lists_blocks = True
 
     def __init__(self, hello: Hello) -> None:
-        self._reads: dict[int, Callable[[], None]] = {}
+        self._reads: dict[int, Callable[[bool], None]] = {}
 
-    def start(self, number: int, reading: Reading, done: Callable[[], None]) -> None:
+    def start(self, number: int, reading: Reading, done: Callable[[bool], None]) -> None:
         self._reads[number] = done
 
     def copied(self, number: int) -> None:
         done = self._reads.pop(number, None)
         if done is not None:
-            done()
+            done(True)
 
     def drop(self, number: int) -> bool:
         self.copied(number)
@@ -156,11 +159,13 @@ class ShmConnection:
         writer: asyncio.StreamWriter,
     ) -> None:
         self._region = region
-        self._remote = remote
+        self._remote: Region | None = remote
+        self._remote_blocks = remote.blocks
+        self._reads = 0
         self._settings = settings
         self._threads = threads
         self._stop = threading.Event()
-        self._caller = Caller(reader, writer, self._stop.set)
+        self._caller = Caller(reader, writer, self._broken)
 
     @property
     def closed(self) -> bool:
@@ -173,21 +178,32 @@ class ShmConnection:
             abort=lambda: self._caller.shut("a read was given up"),
         )
 
+    def _broken(self) -> None:
+        self._stop.set()
+        self._rest()
+
+    def _rest(self) -> None:
+        """A dead source's pool lives on until it is unmapped here too."""
+        if self.closed and not self._reads:
+            self._remote = None
+
     async def _exchange(self, lease: LeaseId, chunk: Chunk) -> None:
         call = self._caller.open()
+        self._reads += 1
         try:
             self._caller.say(Read(call.number, lease, list(chunk.positions)))
             granted = await call.next(Granted)
             count = len(chunk.positions)
-            if len(granted.blocks) != count or max(granted.blocks) >= self._remote.blocks:
+            if len(granted.blocks) != count or max(granted.blocks) >= self._remote_blocks:
                 raise TransferFailed("the source named blocks that are not there")
             if granted.checksums and len(granted.checksums) != count:
                 raise TransferFailed(f"{len(granted.checksums)} checksums for {count} blocks")
-            work = (self._remote, granted.blocks, self._region, chunk, granted.checksums, self._stop)
             if count * self._region.block_bytes <= INLINE_BYTES:
-                wrong = copy_blocks(*work)
+                wrong = self._copy(granted, chunk)
             else:
-                wrong = await asyncio.get_running_loop().run_in_executor(self._threads, copy_blocks, *work)
+                wrong = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._copy, granted, chunk
+                )
             self._caller.say(Copied(call.number))
             # A lease that did not stand explains bytes that changed: asked first.
             await call.next(Done)
@@ -195,6 +211,25 @@ class ShmConnection:
                 raise ChecksumMismatch(f"block at lease position {wrong} is not what was promised (checksum)")
         finally:
             self._caller.end(call)
+            self._reads -= 1
+            self._rest()
+
+    def _copy(self, granted: Granted, chunk: Chunk) -> int | None:
+        """Copy and check block by block, while it is in the cache; the lease position of a wrong one, if any.
+
+        Stops between blocks when the path breaks: the read fails then anyway. Runs in a thread, and is the
+        only one that names the mapping: an exception's traceback would keep a dead source's pool.
+        """
+        remote = self._remote
+        assert remote is not None
+        for index, (block, own) in enumerate(zip(granted.blocks, chunk.destinations, strict=True)):
+            if self._stop.is_set():
+                return None
+            target = self._region.array[own]
+            target[:] = remote.array[block]
+            if granted.checksums and checksum(target) != granted.checksums[index]:
+                return chunk.positions[index]
+        return None
 
     async def renew(self, lease: LeaseId) -> float:
         return await self._caller.renew(lease)
@@ -204,25 +239,3 @@ class ShmConnection:
 
     async def close(self) -> None:
         await self._caller.close()
-
-
-def copy_blocks(
-    source: Region,
-    blocks: Sequence[int],
-    region: Region,
-    chunk: Chunk,
-    sums: Sequence[int],
-    stop: threading.Event,
-) -> int | None:
-    """Copy and check block by block, while it is in the cache; the lease position of a wrong block, if any.
-
-    Stops between blocks when told to; the caller then knows by other means that the copy is void.
-    """
-    for index, (block, own) in enumerate(zip(blocks, chunk.destinations, strict=True)):
-        if stop.is_set():
-            return None
-        target = region.array[own]
-        target[:] = source.array[block]
-        if sums and checksum(target) != sums[index]:
-            return chunk.positions[index]
-    return None

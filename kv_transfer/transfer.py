@@ -13,6 +13,7 @@ from typing import Any
 from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
 from fleet.handoff import KvTicket
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
+from kv_transfer.control import OPEN_READS
 from kv_transfer.lease import Ended, LeaseTable
 from kv_transfer.loopback import LoopbackHub, LoopbackTransport
 from kv_transfer.plan import Chunk, Pulled, plan_pull
@@ -134,7 +135,7 @@ class Transfer:
                 self._transports.append(
                     await ShmTransport.start(source, self.region, self.settings, self._threads)
                 )
-            elif reason := available():
+            elif reason := await self._loop.run_in_executor(self._threads, available):
                 raise ValueError(f"transport: {reason}")
             else:
                 self._transports.append(
@@ -168,10 +169,13 @@ class Transfer:
     def grant(self, blocks: Sequence[int], tokens: int) -> KvTicket:
         """Promise that these blocks stay as they are; the ticket is what a reader needs.
 
-        ValueError for blocks outside the region or repeated. Their bytes must be final.
+        The bytes must be final. ValueError for blocks outside the region or repeated; TransferFailed when
+        closed.
         """
         if blocks and max(blocks) >= self.region.blocks:
             raise ValueError(f"block {max(blocks)} is outside the {self.region.blocks} of this pool")
+        if self._closed:
+            raise TransferFailed("this worker's transfer layer is closed")
         lease = new_lease_id()
         self._table.grant(lease, blocks, self._loop.time(), self.settings.lease_s)
         self._sealed[lease] = self._seal(tuple(blocks)) if self.settings.checksum else ()
@@ -364,7 +368,7 @@ class Transfer:
     async def _path(self, ticket: KvTicket) -> tuple[Connection, str]:
         """An open connection to this life of the source, shared by all pulls, and why it is of this kind."""
         key = (ticket.worker, ticket.incarnation, ticket.address)
-        while True:
+        while not self._closed:
             task = self._paths.get(key)
             if task is None:
                 task = self._paths[key] = asyncio.create_task(self._connect(ticket))
@@ -373,6 +377,7 @@ class Transfer:
             if not connection.closed:
                 return connection, why
             self._paths.pop(key, None)
+        raise TransferFailed("this worker's transfer layer is closed")
 
     def _forget(
         self, key: tuple[WorkerId, Incarnation, str], task: asyncio.Task[tuple[Connection, str]]
@@ -451,22 +456,27 @@ async def _all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class _Budget:
-    """Bytes in flight from one source, first come first served; one request is always let through."""
+    """Bytes and requests in flight from one source; one request is always let through."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
+        self._open = 0
         self._changed = asyncio.Condition()
         self.users = 0
 
     @contextlib.asynccontextmanager
     async def take(self, size: int) -> AsyncGenerator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit)
+            await self._changed.wait_for(
+                lambda: not self._open or (self._open < OPEN_READS // 2 and self._used + size <= self._limit)
+            )
+            self._open += 1
             self._used += size
         try:
             yield
         finally:
+            self._open -= 1
             self._used -= size
             await finish(self._notify())
 
@@ -487,7 +497,7 @@ class _Serving:
         if (peer.worker, peer.incarnation) != (own.worker, own.incarnation):
             raise LeaseExpired(
                 f"{peer.worker} of incarnation {peer.incarnation} is gone; "
-                f"here is {own.worker} of {own.incarnation}"
+                f"here is another life of {own.worker}"
             )
         if peer.fingerprint != own.fingerprint:
             raise BadRequest(
@@ -518,6 +528,8 @@ class _Serving:
         own._aborts.setdefault(lease, {})[number] = abort
         try:
             sums = await own._sums(lease)
+            # It may have been revoked meanwhile, and its reads aborted, before this one could be.
+            own._table.check(lease, own._loop.time())
         except BaseException:
             self._end(lease, number)
             raise

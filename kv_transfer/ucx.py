@@ -69,6 +69,10 @@ def _api() -> Any:
     return libucxx
 
 
+def _version() -> bytes:
+    return ".".join(map(str, _api().get_ucx_version())).encode() + b"/"
+
+
 class _NotPosted:
     """Stands for a request that UCX would not take."""
 
@@ -131,7 +135,7 @@ class _Worker:
         self._loop = asyncio.get_running_loop()
         self.ucx = _api().UCXWorker(context)
         self.ucx.init_blocking_progress_mode()
-        self.address = bytes(self.ucx.address)
+        self.address = _version() + bytes(self.ucx.address)
         self._batches: list[_Batch] = []
         self._scheduled: asyncio.Handle | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -211,7 +215,7 @@ class UcxTransport:
         self._threads = threads
         api = _api()
         # Loopback stays loopback: UCX's own listening sockets too.
-        local = settings.bind in ("127.0.0.1", "localhost") and "UCX_NET_DEVICES" not in os.environ
+        local = settings.bind in ("127.0.0.1", "localhost", "::1") and "UCX_NET_DEVICES" not in os.environ
         self._context = api.UCXContext(
             {"NET_DEVICES": "lo"} if local else {}, feature_flags=(api.Feature.TAG, api.Feature.WAKEUP)
         )
@@ -243,6 +247,7 @@ class UcxTransport:
             greeting_s=settings.connect_s,
         )
         host = settings.advertise or settings.bind
+        host = f"[{host}]" if ":" in host else host
         transport.address = f"ucx:{host}:{listener.getsockname()[1]}"
         return transport
 
@@ -285,12 +290,15 @@ class UcxTransport:
 
 
 def _endpoint(worker: _Worker, address: bytes) -> Any:
-    api = _api()
-    if len(address) < 16:
-        raise BadRequest("no UCX worker address in the greeting")
+    """UCX aborts the process on an address that is none, so it sees only those of a peer of the same
+    version that knew this source's incarnation, which is random and told to members only."""
+    mine = _version()
+    if not address.startswith(mine) or len(address) <= len(mine):
+        theirs = address.partition(b"/")[0].decode(errors="replace")[:20]
+        raise BadRequest(f"ucx: the peer has version {theirs!r}, this worker {mine[:-1].decode()!r}")
     try:
         endpoint = worker.ucx.create_endpoint_from_worker_address(
-            api.UCXAddress.create_from_buffer(address), True
+            _api().UCXAddress.create_from_buffer(address[len(mine) :]), True
         )
     except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time
         raise TransferFailed(f"UCX cannot reach the peer: {error}") from None
@@ -312,9 +320,9 @@ class _Serving:
         self._tasks: set[asyncio.Task[None]] = set()
         self.ucx = worker.address
 
-    def start(self, number: int, reading: Reading, done: Callable[[], None]) -> None:
+    def start(self, number: int, reading: Reading, done: Callable[[bool], None]) -> None:
         if self._closed:
-            done()
+            done(False)
             return
         batch = self._reads[number] = self._worker.watch(
             _post(self._endpoint.tag_send, self._region, reading.blocks, number)
@@ -323,14 +331,16 @@ class _Serving:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, number: int, batch: _Batch, done: Callable[[], None]) -> None:
+    async def _finish(self, number: int, batch: _Batch, done: Callable[[bool], None]) -> None:
         await batch.over
         del self._reads[number]
         try:
             batch.check()
         except TransferFailed as error:
             logger.info("a KV read ended early: %s", error)
-        done()
+            done(False)
+        else:
+            done(True)
 
     def copied(self, number: int) -> None:
         pass

@@ -30,6 +30,14 @@ def test_renewing_the_first_lease_does_not_strand_the_later_ones() -> None:
     table.validate()
 
 
+def test_leases_of_one_end_expire_in_the_order_of_their_grants() -> None:
+    table = LeaseTable()
+    names = [lease(name) for name in ("zeta", "alpha", "mid")]
+    for number, name in enumerate(names):
+        table.grant(name, [number], 0.0, 5.0)
+    assert [ended.lease for ended in table.expire(5.0).ended] == names
+
+
 def test_a_read_holds_the_blocks_past_expiry_and_is_told() -> None:
     table = LeaseTable()
     table.grant(lease("a"), [3, 4], 0.0, 1.0)

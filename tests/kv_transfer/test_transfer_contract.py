@@ -86,6 +86,22 @@ def test_many_chunks_and_pulls_at_once(bench, each_transport):
     run(test())
 
 
+def test_a_crowd_of_small_pulls_stays_within_what_a_source_allows(bench, each_transport):
+    async def test():
+        async with bench(each_transport) as world:
+            source = await world.side("p")
+            reader = await world.side("d", blocks=300)
+            tickets = [source.transfer.grant([number % 64], 16) for number in range(300)]
+            await asyncio.gather(
+                *(reader.transfer.pull(ticket, [(0, n)], 60) for n, ticket in enumerate(tickets))
+            )
+            assert (reader.region.array == source.region.array[np.arange(300) % 64]).all()
+            for ticket in tickets:
+                source.transfer.release(ticket.lease)
+
+    run(test())
+
+
 def test_another_fingerprint_is_named_before_a_byte_moves(bench, each_transport):
     async def test():
         async with bench(each_transport) as world:
@@ -387,7 +403,7 @@ def test_two_thousand_small_pulls_leave_nothing_behind(bench, real_transport):
                     await reader.transfer.pull(ticket, [(0, number % 50)], 20)
                     source.transfer.release(ticket.lease)
 
-            await pulls(1500)  # past what the table remembers of ended leases
+            await pulls(1100)  # past what the table remembers of ended leases
             files, threads, resident = _resources()
             await pulls(2000)
             assert _resources()[:2] == (files, threads)
