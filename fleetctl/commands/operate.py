@@ -118,6 +118,7 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
         await registry.put(desired_key(target.fleet), format_desired(new))
         if wait:
             await _wait_settled(registry, target.fleet, new, limit)
+            await _wait_ended(target, "", limit)
         note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
         target.say(f"{'scaled' if wait else 'set'} {changes or 'nothing new'}{note}", **fields, settled=wait)
 
@@ -161,6 +162,21 @@ async def _wait_settled(registry: Registry, fleet: str, desired: Desired, limit_
         )
 
 
+async def _wait_ended(target: Target, name: str, limit_s: float) -> None:
+    """Until no process of `name`, or of anybody, is on its way out: a card goes a little before its process.
+
+    Only a supervisor here knows of processes.
+    """
+    until = asyncio.get_running_loop().time() + limit_s
+    while state := target.state():
+        leaving = [child.name for child in state.children if child.phase in (Phase.STOPPING, Phase.DRAINING)]
+        if not leaving or (name and name not in leaving):
+            return
+        if asyncio.get_running_loop().time() > until:
+            raise Unavailable(f"still ending after {limit_s:g} s: {', '.join(leaving)}")
+        await asyncio.sleep(0.05)
+
+
 @click.command()
 @click.argument("worker", metavar="ID", shell_complete=complete_workers)
 @fleet_options()
@@ -195,6 +211,7 @@ async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
         if wait:
             # A card vanishes when its worker leaves; the margin is for a worker that dies over it.
             await _wait_gone(registry, target.fleet, worker, cards[worker].incarnation, limit + 30.0)
+            await _wait_ended(target, worker, 30.0)
             state = "left"
         target.say(f"{worker} {'has left' if wait else f'is {state}'}", id=worker, state=state)
 
