@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from dataclasses import dataclass, field
 
 import pytest
@@ -38,7 +39,7 @@ def new(
 ) -> NewSequence:
     """A prompt given as a length is one that nothing shares a beginning with."""
     if isinstance(prompt, int):
-        prompt = tuple(1000 + (sum(map(ord, id)) * 7919 + i) % 100_003 for i in range(prompt))
+        prompt = tuple(zlib.crc32(id.encode()) // 2 + i for i in range(prompt))
     sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=stop)
     return NewSequence(id, prompt, sampling, keys, generated, priority, hold, fill)
 
@@ -644,8 +645,14 @@ def test_an_unfilled_reservation_in_need_of_one_more_block_waits_for_it() -> Non
     steps.scheduler.filled("f", 0)
     assert not steps.step().batch.chunks, "there is no block for its last token"
     steps.scheduler.release("held")
-    steps.until_idle()
+    steps.scheduler.add(new("late", 3, 2, generated=(7,), fill=True))
+    assert not steps.scheduler.take_reservations(), "a newcomer must not take what the stalled one needs"
+    for _ in range(4):
+        steps.step()
     assert steps.drawn["f"] == 2
+    steps.scheduler.filled("late", 3)
+    steps.until_idle()
+    assert set(steps.finished) == {"f", "late"}
 
 
 @dataclass
