@@ -257,7 +257,7 @@ def failing(child: Child, policy: Policy) -> str | None:
     """Why this child is an error and not merely late; None while there is hope."""
     if child.unready < policy.attempts:
         return None
-    return f"{child.name} did not become ready ({_crashes(child.failures)} in a row)"
+    return f"{child.name} did not become ready, after {_crashes(child.failures)}"
 
 
 def _crashes(failures: int) -> str:

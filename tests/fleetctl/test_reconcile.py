@@ -175,7 +175,7 @@ def test_one_that_never_becomes_ready_is_an_error_after_some_attempts() -> None:
         assert slot is not None
         assert "before it was ready, exit code 1" in why
         one = started(slot, 7, attempt + 1.0) if attempt < POLICY.attempts - 1 else slot
-    assert failing(one, POLICY) == "prefill-a did not become ready (3 failures in a row)"
+    assert failing(one, POLICY) == "prefill-a did not become ready, after 3 failures"
     assert failing(became(started(one, 8, 9.0), Phase.READY, 10.0), POLICY) is None
 
 
