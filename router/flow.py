@@ -39,7 +39,7 @@ from router.cost import Ask, Choice, choose_decode, choose_prefill
 from router.link import Link, Stream
 from router.prefix_index import PrefixIndex
 from router.record import HandoffRecord, HandoffState, Records
-from router.roster import Pool, Roster
+from router.roster import LinkState, Pool, Roster
 from router.run import Run, RunEnd, RunToken
 from router.settings import RouterSettings
 
@@ -361,10 +361,9 @@ class _Run:
         if said.ticket is not None:
             self.held = (leg.link, said.ticket.lease)
             why = f"lease {said.ticket.lease} of incarnation {said.ticket.incarnation}"
-        else:
-            why = "no KV is kept"
-        if said.finish is None:
             self.record.move(HandoffState.READY, now, why, leg.choice.worker)
+        elif said.finish is None:
+            self.record.move(HandoffState.RESERVED, now, "no KV was kept", leg.choice.worker)
         self._drop_leg(CancelReason.MOVED)
         self.generated.append(said.token)
         self.timeline.mark(Stage.FIRST_TOKEN, now)
@@ -389,7 +388,10 @@ class _Run:
             raise self.verdict
         if not error.retryable:
             raise error
-        self.avoid.add(leg.choice.incarnation)
+        if leg.link.state is LinkState.UP:
+            self.avoid.add(
+                leg.choice.incarnation
+            )  # A lost one is no candidate until its session is open again.
         if isinstance(error, Overloaded):
             self.flow.counters["refusals"] += 1
         elif (finish := self._complete()) is not None:

@@ -109,6 +109,8 @@ class Script:
     """Dies after the last token, before `Ended`."""
     finish_with_first: FinishReason | None = None
     lease_s: float = 30.0
+    keep: bool = True
+    """False: a prefill that keeps no KV."""
 
 
 class ScriptedWorker:
@@ -186,7 +188,7 @@ class ScriptedWorker:
         self.store(job.request)
         finish = script.finish_with_first
         ticket = None
-        if finish is None:
+        if finish is None and script.keep:
             lease = LeaseId(f"{self.card.id}/{job.request.id}/{job.stream}")
             self.leases[lease] = job.request.id
             ticket = KvTicket(

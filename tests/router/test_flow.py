@@ -178,6 +178,36 @@ def test_a_decode_worker_lost_before_it_pulled_is_followed_with_the_same_ticket(
     in_fleet(either, decode=(Script(die_at=1), Script(die_at=1)))
 
 
+def test_a_broken_session_is_used_again_when_it_is_open_again() -> None:
+    async def body(fleet: Fleet) -> None:
+        worker = fleet.workers[WorkerId("d1")]
+        job = asyncio.create_task(ask(fleet, request(max_tokens=100)))
+        await fleet.until(lambda: bool(worker.jobs))
+        await asyncio.sleep(0.3)
+        fleet.wire.kill(worker.card.address)
+        await asyncio.sleep(1.0)
+        fleet.wire.serve(worker, worker.card.address)
+        assert len((await job).tokens) == 100
+        first, second = worker.jobs
+        assert isinstance(first, DecodeJob)
+        assert isinstance(second, DecodeJob)
+        assert len(second.generated) > 20
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body, settings=replace(REMOTE, flow=FlowSettings(worker_wait_s=10.0)))
+
+
+def test_a_prefill_that_kept_no_kv_is_computed_again_by_the_decode_worker() -> None:
+    async def body(fleet: Fleet) -> None:
+        assert len((await ask_and_settle(fleet, request())).tokens) == 8
+        (job,) = fleet.workers[WorkerId("d1")].jobs
+        assert isinstance(job, DecodeJob)
+        assert (job.ticket, job.generated) == (None, (answer(0),))
+
+    in_fleet(body, prefill=(Script(keep=False),))
+
+
 def test_a_lease_too_old_is_not_offered_again() -> None:
     async def body(fleet: Fleet) -> None:
         workers = [fleet.workers[WorkerId(f"d{n}")] for n in (1, 2)]
