@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,8 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.build import build_runner
+from engine.loop import Engine
 from engine.settings import EngineSettings
 from engine.torch_runner import TorchRunner
+from engine.words import Finished, NewSequence, StepReport
+from fleet.block_hash import HashKeys
 from fleet.model_files import resolve
 from fleet.request import Sampling
 
@@ -171,6 +175,54 @@ def test_a_seeded_draw_is_the_same_alone_in_a_batch_in_chunks_and_after_a_move(
         sequence.drawn = drawn[:5]
         sequence.logprobs = [None] * 5
     assert elsewhere.run(moved, 12) == together
+
+
+def test_through_the_engine_preempted_and_from_its_prefix_cache(
+    small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner]
+) -> None:
+    """A pool of 24 blocks for sequences that want 41: some are preempted, and the second round finds KV."""
+    runner = small_runner(kv_memory_bytes=24 * 6144)
+    model = load(small_model("smollm"))
+    prompts = [prompt(length, length) for length in (90, 40, 75, 33, 64, 100)]
+    expected = []
+    for tokens in prompts:
+        answer: list[int] = []
+        for _ in range(24):
+            answer.append(int(reference_logprobs(model, tokens + answer)[-1].argmax()))
+        expected.append(answer)
+    drawn: dict[str, list[int]] = {}
+    finished: dict[str, Finished] = {}
+
+    async def serve() -> None:
+        done = asyncio.Event()
+
+        def hear(report: StepReport) -> None:
+            for token in report.drawn:
+                drawn.setdefault(token.id, []).append(token.token)
+            finished.update({end.id: end for end in report.finished})
+            if len(finished) % len(prompts) == 0 and report.finished:
+                done.set()
+
+        settings = EngineSettings(kv_memory_bytes=24 * 6144, max_batch=8, max_step_tokens=48)
+        engine = Engine(runner, settings, hear)
+        running = asyncio.create_task(engine.run())
+        keys = HashKeys(engine.fingerprint.digest(), runner.layout.block_size)
+        for turn in "ab":
+            done.clear()
+            for number, tokens in enumerate(prompts):
+                sampling = Sampling(max_tokens=24, temperature=0)
+                engine.add(NewSequence(f"{turn}{number}", tuple(tokens), sampling, keys))
+            await asyncio.wait_for(done.wait(), 60)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        engine.validate(idle=True)
+        assert engine.load().counters["preemptions"] > 0
+        await runner.close()
+
+    asyncio.run(serve())
+    for turn in "ab":
+        assert [drawn[f"{turn}{number}"] for number in range(len(prompts))] == expected
+    assert sum(finished[f"b{number}"].cached_tokens for number in range(len(prompts))) > 0
 
 
 # The demo model -------------------------------------------------------------------------------------------
