@@ -86,7 +86,6 @@ class Scheduler:
         self._slots = list(range(settings.max_batch - 1, -1, -1))
         self._arrivals = 0
         self._flight: list[tuple[Sequence, Chunk]] | None = None
-        self._stalled = False
         self._started: list[str] = []
         self._finished: list[Finished] = []
         self._reservations: list[Reservation] = []
@@ -103,7 +102,7 @@ class Scheduler:
             sequence.names = block_hashes(sequence.tokens, sequence.keys)
         self._sequences[new.id] = sequence
         insort(self._waiting, sequence, key=policy.turn)
-        if new.fill and not self._stalled:
+        if new.fill:
             self._reserve()
 
     def take_reservations(self) -> tuple[Reservation, ...]:
@@ -153,8 +152,7 @@ class Scheduler:
         """The next step; and who started, or ended without one."""
         assert self._flight is None, "a step is in flight"
         flight: list[tuple[Sequence, Chunk]] = []
-        self._stalled = not self._grow()
-        if not self._stalled:
+        if self._grow():
             flight += [self._chunk(s, 1) for s in self._running.values() if s.pending == 1]
             flight += self._prompt_chunks(self._settings.max_step_tokens - len(flight))
         for sequence, _ in flight:
@@ -270,8 +268,7 @@ class Scheduler:
         of them than needed, since each that does brings the need and the blocks closer by one at least.
 
         False when only one is left and still finds none: all other blocks are held, being filled, or in
-        quarantine. They come back, or become a running sequence that can give way; until then it stalls,
-        and nobody else gets a block either.
+        quarantine. They come back, or become a running sequence that can give way; until then it stalls.
         """
         size = self._block_size
         need = [s for s in self._running.values() if len(s.tokens) > len(s.blocks) * size]
