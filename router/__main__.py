@@ -59,9 +59,9 @@ def load_text(settings: RouterProcessSettings) -> tuple[str, ModelText]:
 
 
 async def run(life: Life, settings: RouterProcessSettings) -> None:
-    """Serves until SIGTERM, then finishes what runs."""
+    """Serves until SIGTERM, then finishes what runs. A part that ends before ends all."""
     control = settings.control
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         registry = EtcdRegistry.of(control)
         stack.push_async_callback(registry.close)
         bus = NatsBus(control.nats)
@@ -75,9 +75,9 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             return max((pool.max_tokens for pool in router.roster.pools(model)), default=None)
 
         ingress = Ingress(router.flow, {name: text}, settings.http, version=__version__, context=context)
-        life.root("the router", router.run())
+        routing = tasks.create_task(router.run())
         server = await HttpServer.start(ingress, settings.http, control.bind)
-        life.root("the HTTP server", server.serve())
+        serving = tasks.create_task(server.serve())
         host = f"[{control.advertised}]" if ":" in control.advertised else control.advertised
         url = f"http://{host}:{server.port}"
         id = settings.router_id or f"router-{secrets.token_hex(3)}"
@@ -95,6 +95,8 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         ingress.draining = True
         await lease.close()
         await server.stop(settings.http.drain_limit_s, life.hurrying)
+        await serving
+        routing.cancel()
         log.info("%s has left", id)
 
 

@@ -166,12 +166,13 @@ class _Exchange:
 
     __slots__ = (
         "_began",
-        "_choices",
         "_gone",
+        "_headed",
         "_ingress",
         "_job",
         "_last",
         "_lock",
+        "_now",
         "_opened",
         "_path",
         "_ping",
@@ -201,11 +202,18 @@ class _Exchange:
         self._send = send
         self._path = path
         self._prepare = prepare
-        self._began = asyncio.get_running_loop().time()
+        self._now = asyncio.get_running_loop().time
+        self._began = self._now()
         self._lock = asyncio.Lock()
-        self._writing = self._last = 0.0
+        """Held while a stream's head is sent: nothing may come before it."""
         self._started = False
         """Whether the response has begun: its status cannot change any more."""
+        self._headed = False
+        """Whether the stream's head was sent."""
+        self._writing = 0
+        """Frames being written; more than none for long: the client does not read."""
+        self._last = 0.0
+        """When the last frame began to be written."""
         self._gone = False
         self._job: Job | None = None
         self._ping: asyncio.Task[None] | None = None
@@ -274,12 +282,11 @@ class _Exchange:
             assert self._prepare is not None
             data = await self._read()
             watch = asyncio.create_task(self._watch())
-            loop = asyncio.get_running_loop()
-            accepted = loop.time()
+            accepted = self._now()
             job = await self._prepare(data)
             if self._gone:
                 return
-            self._start(job, accepted, loop.time())
+            self._start(job, accepted, self._now())
             await (self._stream(job) if job.stream else self._whole(job))
             outcome = job.choices[0].finish
         except _ClientGone:
@@ -354,7 +361,7 @@ class _Exchange:
     def _account(self, job: Job) -> None:
         metrics = self._ingress.metrics
         metrics.used(job.usage())
-        metrics.whole.observe(asyncio.get_running_loop().time() - self._began)
+        metrics.whole.observe(self._now() - self._began)
         for choice in job.choices:
             if choice.timeline is not None:
                 metrics.lived(choice.timeline)
@@ -363,11 +370,11 @@ class _Exchange:
 
     async def _whole(self, job: Job) -> None:
         async def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
-            self._tell_time(choice)
+            self._tell_time(choice, self._now())
             choice.text.append(text)
             choice.logged += logged
 
-        await follow_all(job.choices, show, asyncio.get_running_loop().time)
+        await follow_all(job.choices, show, self._now)
         for choice in job.choices:
             choice.logged += choice.answer.logged
         await self._respond(200, job.layout.whole(job.choices, job.usage()), _JSON)
@@ -379,19 +386,18 @@ class _Exchange:
             frame = b"" if choice.index in opened else layout.opening(choice)
             if text:
                 frame += layout.delta(choice, text, logged)
-            self._tell_time(choice)
+            self._last = now = self._now()
+            self._tell_time(choice, now)
+            if choice.finish:
+                frame += layout.closing(choice, choice.answer.logged)
             if frame or not self._started:
                 await self._write(frame)
-            if choice.finish:
-                await self._write(layout.closing(choice, choice.answer.logged))
 
-        await follow_all(job.choices, show, asyncio.get_running_loop().time)
+        await follow_all(job.choices, show, self._now)
         rest = layout.usage(job.usage()) if job.include_usage else b""
-        async with self._lock:
-            await self._send({"type": "http.response.body", "body": rest + DONE})
+        await self._send({"type": "http.response.body", "body": rest + DONE})
 
-    def _tell_time(self, choice: Choice) -> None:
-        now = asyncio.get_running_loop().time()
+    def _tell_time(self, choice: Choice, now: float) -> None:
         before = self._opened.get(choice.index)
         if before is not None:
             self._ingress.metrics.between.observe(now - before)
@@ -400,29 +406,33 @@ class _Exchange:
         self._opened[choice.index] = now
 
     async def _write(self, frame: bytes) -> None:
-        async with self._lock:
-            self._writing = self._last = asyncio.get_running_loop().time()
-            if not self._started:
-                self._started = True
-                await self._send(
-                    {
-                        "type": "http.response.start",
-                        "status": 200,
-                        "headers": [*_EVENTS, (b"x-request-id", self.id)],
-                    }
-                )
+        self._writing += 1
+        try:
+            if not self._headed:
+                await self._begin_stream()
             await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+        finally:
+            self._writing -= 1
+
+    async def _begin_stream(self) -> None:
+        self._started = True
+        async with self._lock:
+            if not self._headed:
+                headers = [*_EVENTS, (b"x-request-id", self.id)]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._headed = True
 
     def look(self, now: float) -> None:
         """Called every now and then: a comment on a silent stream, an end to one that nobody reads."""
         settings = self._ingress.settings
         if self._job is None or not self._job.stream:
             return
-        if self._lock.locked():
-            if now - self._writing > settings.write_timeout_s and (abort := self._scope.get(ABORT)):
+        if self._writing:
+            if now - self._last > settings.write_timeout_s and (abort := self._scope.get(ABORT)):
                 log.warning("request %s: its client reads no more", self.id.decode())
                 abort()
         elif settings.ping_s and now - max(self._last, self._began) >= settings.ping_s:
+            self._last = now
             self._ping = asyncio.create_task(self._write(_PING))
 
     async def _fail(self, error: FleetError) -> None:
@@ -432,8 +442,7 @@ class _Exchange:
             await self._respond(error.http_status, error_body(error), [*_JSON, *error_headers(error)],
                                 linger=isinstance(error, TooLarge | SlowBody))  # fmt: skip
             return
-        async with self._lock:
-            await self._send({"type": "http.response.body", "body": error_event(error)})
+        await self._send({"type": "http.response.body", "body": error_event(error)})
 
     async def _respond(self, status: int, body: bytes, headers: Headers, linger: bool = False) -> None:
         self._started = True

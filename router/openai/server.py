@@ -61,8 +61,10 @@ class HttpServer:
         return cls(ingress, server, listener.getsockname()[1], task)
 
     async def serve(self) -> None:
-        """Until stopped; raises what ended the server."""
+        """Until stopped. Raises what ended the server before."""
         await asyncio.shield(self._task)
+        if not self._server.should_exit:
+            raise RuntimeError("the HTTP server has ended by itself")
 
     async def stop(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
         """Accepts no more, waits for what runs, then, or when told to hurry, ends it with an error."""

@@ -8,11 +8,10 @@ Substitution of Maximal Subparts"), in Python's decoder as in the one of the `to
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 _TAIL = 3
 """Most bytes of a character that is not whole."""
 
@@ -37,7 +36,7 @@ class Vocabulary:
 class Detokenizer:
     """The text of one answer. Joined, all `feed`s and the `flush` are the decoding of all tokens."""
 
-    __slots__ = ("_decoder", "_pieces", "_skip")
+    __slots__ = ("_pieces", "_rest", "_skip")
 
     def __init__(
         self, vocabulary: Vocabulary, *, prompt: Sequence[int] = (), skip_special: bool = True
@@ -45,12 +44,13 @@ class Detokenizer:
         """`prompt` is looked at from its end only, for a character that it leaves unfinished."""
         self._pieces = vocabulary.pieces
         self._skip: frozenset[int] = vocabulary.special if skip_special else frozenset()
-        self._decoder = _UTF8("replace")
+        self._rest = b""
+        """Bytes of a character that is not whole yet."""
         if prompt:
-            self._decoder.decode(self._unfinished(prompt))
+            self._decode(self._last_bytes(prompt))
 
-    def _unfinished(self, prompt: Sequence[int]) -> bytes:
-        """The last bytes of the prompt. A leading byte always begins anew, so no more are needed."""
+    def _last_bytes(self, prompt: Sequence[int]) -> bytes:
+        """A leading byte always begins anew, so no more than these decide what is unfinished."""
         tail = b""
         for token in reversed(prompt):
             if len(tail) >= _TAIL:
@@ -63,8 +63,15 @@ class Detokenizer:
         """What this token adds: text that stays as it is, perhaps none yet."""
         if token in self._skip or not 0 <= token < len(self._pieces):
             return ""
-        return self._decoder.decode(self._pieces[token])
+        piece = self._pieces[token]
+        return self._decode(self._rest + piece if self._rest else piece)
+
+    def _decode(self, data: bytes) -> str:
+        text, used = utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def flush(self) -> str:
         """The end: a character still unfinished becomes U+FFFD."""
-        return self._decoder.decode(b"", True)
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")
