@@ -100,9 +100,7 @@ def build_runner(
     elif device.type == "cpu":
         pool = KvPool(layout, torch.from_numpy(memory))
     else:
-        raise BadRequest(
-            f"device {device} computes on its own memory; set device to cpu for a pool in host memory"
-        )
+        raise BadRequest(f"device {device} cannot compute in a pool in host memory yet; set device to cpu")
     config = read_config(folder)
     with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
         model = Llama(LlamaConfig.read(config), checkpoint)
@@ -138,13 +136,14 @@ def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout) -> Finge
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a device, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    """`auto` is the CPU, since KV is handed over from host memory; CUDA has to be asked for."""
     try:
-        return torch.device(name)
+        device = torch.device("cpu" if name == "auto" else name)
     except RuntimeError as error:
         raise BadRequest(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadRequest(f"device {name!r}: this torch sees no CUDA device")
+    return device
 
 
 def choose_dtype(name: str, device: torch.device) -> str:

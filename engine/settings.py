@@ -37,7 +37,8 @@ class EngineSettings:
     device multiplies in it, else float32. All workers that hand KV to each other need the same."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:N or auto, which is CUDA where there is a device."""
+    """cpu, cuda, cuda:N or auto, which is cpu: workers hand KV over from host memory, so cuda is for an
+    engine by itself."""
 
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""

@@ -76,10 +76,11 @@ def main(argv: Sequence[str]) -> int:
         "--dtype", action="append", help="default: float32 and, where the CPU has it, bfloat16"
     )
     parser.add_argument("--threads", type=int, action="append", help="default: 1 and 2")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--block-size", type=int, action="append", help="default: the engine's")
     options = parser.parse_args(argv)
     files = resolve(options.model)
-    device = choose_device("auto")
+    device = choose_device(options.device)
     dtypes = options.dtype or sorted({"float32", choose_dtype("auto", device)})
     least, seconds, steps = (2, 0.0, 4) if options.quick else (5, 4.0, 16)
     greedy, warm = Sampling(max_tokens=1, temperature=0), Sampling(max_tokens=1, temperature=0.8)

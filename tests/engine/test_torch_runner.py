@@ -220,6 +220,9 @@ def test_device_and_dtype_are_chosen_or_refused_by_name() -> None:
     assert choose_device("cpu") == cpu
     with pytest.raises(BadRequest, match="device 'gpu'"):
         choose_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(BadRequest, match="sees no CUDA device"):
+            choose_device("cuda:0")
     assert choose_dtype("float16", cpu) == "float16"
     assert choose_dtype("auto", cpu) in ("float32", "bfloat16")
     assert choose_dtype("auto", torch.device("cuda")) == "bfloat16"
