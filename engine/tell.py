@@ -11,7 +11,7 @@ from fleet.stages import Stage
 
 
 def tell(report: StepReport, stream_of: Callable[[str], Stream | None]) -> dict[str, Drawn]:
-    """Started, tokens and ends go out; returns the drawn tokens of held sequences, which a role says itself."""
+    """Started, tokens and ends go out; returns the drawn tokens of held sequences: a role says those."""
     for id in report.started:
         if (stream := stream_of(id)) is not None:
             stream.started(Stage.PREFILL_STARTED)

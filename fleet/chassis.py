@@ -306,7 +306,9 @@ class Chassis:
         self._streams[stream.id] = stream
         try:
             if self.card.state is not MemberState.READY:
-                raise Overloaded(f"worker {self.card.id} is {self.card.state}; take another", retry_after_s=0.1)
+                raise Overloaded(
+                    f"worker {self.card.id} is {self.card.state}; take another", retry_after_s=0.1
+                )
             self._role.accept(stream)
         except FleetError as error:
             stream.failed(error)

@@ -100,6 +100,7 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
         log.info("%s worker %s starts, incarnation %s", role, worker, incarnation)
 
         regions: list[Any] = []
+        service: ProcessService
 
         def allocate(blocks: int, block_bytes: int) -> Any:
             regions.append(makings.allocate(blocks, block_bytes))
