@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
@@ -77,7 +78,7 @@ class Transfer:
         self._aborts: dict[LeaseId, dict[int, Callable[[], None]]] = {}
         self._read_number = 0
         self._sweep: asyncio.TimerHandle | None = None
-        self._paths: dict[tuple[WorkerId, Incarnation, str], asyncio.Task[tuple[Connection, str]]] = {}
+        self._paths: dict[tuple[WorkerId, Incarnation, str], asyncio.Task[_Path]] = {}
         self._budgets: dict[tuple[WorkerId, Incarnation], _Budget] = {}
         self._kept: Counter[LeaseId] = Counter()
         self._pulls = 0
@@ -260,7 +261,7 @@ class Transfer:
         while True:
             try:
                 async with asyncio.timeout(pause):
-                    connection, _ = await self._path(ticket)
+                    connection = (await self._path(ticket)).connection
                     await connection.renew(ticket.lease)
             except (LeaseExpired, BadRequest) as error:
                 logger.info("lease %s of %s is not renewed any more: %s", ticket.lease, ticket.worker, error)
@@ -272,7 +273,7 @@ class Transfer:
     async def _leave(self, ticket: KvTicket) -> None:
         with contextlib.suppress(FleetError, TimeoutError):
             async with asyncio.timeout(self.settings.connect_s):
-                connection, _ = await self._path(ticket)
+                connection = (await self._path(ticket)).connection
                 connection.leave(ticket.lease)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -326,14 +327,15 @@ class Transfer:
             deadline_s = min(deadline_s, ticket.lease_s)
         try:
             async with asyncio.timeout(deadline_s):
-                connection, why = await self._path(ticket)
-                await self._read_all(connection, ticket, chunks)
+                path = await self._path(ticket)
+                await self._read_all(path.connection, ticket, chunks)
         except TimeoutError:
             raise TransferFailed(
                 f"{ticket.worker} did not deliver {len(pairs)} blocks within {deadline_s:.3f} s"
             ) from None
         seconds = self._loop.time() - started
-        return Pulled(len(pairs), len(pairs) * self.region.block_bytes, seconds, why.split(":")[0], why)
+        size = len(pairs) * self.region.block_bytes
+        return Pulled(len(pairs), size, seconds, path.transport, f"{path.transport}: {path.why}")
 
     async def _read_all(self, connection: Connection, ticket: KvTicket, chunks: Sequence[Chunk]) -> None:
         key = (ticket.worker, ticket.incarnation)
@@ -365,27 +367,31 @@ class Transfer:
         async with budget.take(size):
             await connection.read(lease, chunk)
 
-    async def _path(self, ticket: KvTicket) -> tuple[Connection, str]:
-        """An open connection to this life of the source, shared by all pulls, and why it is of this kind."""
+    async def _path(self, ticket: KvTicket) -> _Path:
+        """An open connection to this life of the source, shared by all pulls."""
         key = (ticket.worker, ticket.incarnation, ticket.address)
         while not self._closed:
             task = self._paths.get(key)
             if task is None:
                 task = self._paths[key] = asyncio.create_task(self._connect(ticket))
                 task.add_done_callback(lambda done: self._forget(key, done))
-            connection, why = await asyncio.shield(task)
-            if not connection.closed:
-                return connection, why
+            try:
+                path = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                own = asyncio.current_task()
+                if task.cancelled() and not (own and own.cancelling()):
+                    break  # by close, not this pull
+                raise
+            if not path.connection.closed:
+                return path
             self._paths.pop(key, None)
         raise TransferFailed("this worker's transfer layer is closed")
 
-    def _forget(
-        self, key: tuple[WorkerId, Incarnation, str], task: asyncio.Task[tuple[Connection, str]]
-    ) -> None:
+    def _forget(self, key: tuple[WorkerId, Incarnation, str], task: asyncio.Task[_Path]) -> None:
         if (task.cancelled() or task.exception() is not None) and self._paths.get(key) is task:
             del self._paths[key]
 
-    async def _connect(self, ticket: KvTicket) -> tuple[Connection, str]:
+    async def _connect(self, ticket: KvTicket) -> _Path:
         peer = Peer(self.worker, ticket.worker, ticket.incarnation, self.fingerprint, self.region.block_bytes)
         self._drop_closed()
         reasons: list[str] = []
@@ -400,14 +406,15 @@ class Transfer:
                 reasons.append(f"{transport.name}: {error.message}")
                 continue
             self._counters["connections_opened"] += 1
-            chosen = "; ".join(reasons) or "the best that both sides have"
-            return connection, f"{transport.name}: {chosen}"
+            why = "; ".join(reasons) or "the best that both sides have"
+            return _Path(connection, transport.name, why)
         raise TransferFailed(f"no path to {ticket.worker} at {ticket.address}: {'; '.join(reasons)}")
 
     def _drop_closed(self) -> None:
         """Forget paths to peers that are gone, so that restarts of peers leave nothing behind."""
         for key, task in list(self._paths.items()):
-            if task.done() and not task.cancelled() and task.exception() is None and task.result()[0].closed:
+            made = task.done() and not task.cancelled() and task.exception() is None
+            if made and task.result().connection.closed:
                 del self._paths[key]
 
     def validate(self, idle: bool = False) -> None:
@@ -439,7 +446,7 @@ class Transfer:
             path.cancel()
             await asyncio.wait({path})
             if not path.cancelled() and path.exception() is None:
-                await path.result()[0].close()
+                await path.result().connection.close()
         while self._pulls:
             self._calm.clear()
             await self._calm.wait()
@@ -448,6 +455,14 @@ class Transfer:
         for lease in list(self._sealed):
             self._ended(self._table.release(lease, "aborted"))
         self._threads.shutdown(wait=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    connection: Connection
+    transport: str
+    why: str
+    """Why this transport and not a better one."""
 
 
 async def _all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:

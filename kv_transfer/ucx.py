@@ -2,8 +2,8 @@
 into the reader's blocks; where there is RDMA or NVLink, UCX's rendezvous lets the hardware copy.
 
 The talk runs over a TCP socket of ours, which binds one interface (ucxx's listener binds all) and notices
-a dead process at once; the UCX worker addresses travel in the greeting. A reader has one UCX worker for
-each source, so that giving up one path harms no other. Endpoints are made in peer-error mode.
+a dead process at once; the UCX worker addresses travel in the greeting. Each side has a UCX worker of its
+own for each peer, so that giving up one path harms no other. Endpoints are made in peer-error mode.
 
 Fence: `close_blocking` with a period is the one way of ucxx that ends matched receives whose sender is
 frozen (`close()` and `cancel_inflight_requests` leave them, and their bytes arrive later). A read ends
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from fleet.errors import BadRequest, TransferFailed
 from fleet.ids import LeaseId
-from kv_transfer.control import Caller, ControlServer, Done, Granted, Hello, Read, greet
+from kv_transfer.control import Caller, ControlServer, Done, Granted, Hello, Read, greet, tune
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
@@ -219,7 +219,6 @@ class UcxTransport:
         self._context = api.UCXContext(
             {"NET_DEVICES": "lo"} if local else {}, feature_flags=(api.Feature.TAG, api.Feature.WAKEUP)
         )
-        self._worker = _Worker(self._context)
         self._server: ControlServer | None = None
         self.address = ""
 
@@ -238,12 +237,11 @@ class UcxTransport:
             listener.listen(128)
         except OSError:
             listener.close()
-            transport._worker.close()
             raise
         transport._server = ControlServer(
             listener,
             source,
-            lambda hello: _Serving(transport._worker, region, hello),
+            lambda hello: _Serving(transport._context, region, hello),
             greeting_s=settings.connect_s,
         )
         host = settings.advertise or settings.bind
@@ -269,7 +267,7 @@ class UcxTransport:
                     await loop.sock_connect(sock, where)
             except (OSError, ValueError, TimeoutError) as error:
                 raise TransferFailed(f"no source at {address}: {error or 'no answer'}") from error
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(sock)
             welcome, _ = await greet(
                 sock, peer, worker.address, want_fd=False, timeout_s=self._settings.connect_s
             )
@@ -286,7 +284,6 @@ class UcxTransport:
         if self._server is not None:
             await self._server.close()
             self._server = None
-        self._worker.close()
 
 
 def _endpoint(worker: _Worker, address: bytes) -> Any:
@@ -311,29 +308,31 @@ class _Serving:
 
     lists_blocks = False
 
-    def __init__(self, worker: _Worker, region: Region, hello: Hello) -> None:
-        self._worker = worker
+    def __init__(self, context: Any, region: Region, hello: Hello) -> None:
         self._region = region
-        self._endpoint = _endpoint(worker, hello.ucx)
-        self._closed = False
-        self._reads: dict[int, _Batch] = {}
+        self._worker = _Worker(context)
+        try:
+            self._endpoint = _endpoint(self._worker, hello.ucx)
+        except BaseException:
+            self._worker.close()
+            raise
+        self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ucx = worker.address
+        self.ucx = self._worker.address
 
     def start(self, number: int, reading: Reading, done: Callable[[bool], None]) -> None:
-        if self._closed:
+        if self._aborted.done():
             done(False)
             return
-        batch = self._reads[number] = self._worker.watch(
-            _post(self._endpoint.tag_send, self._region, reading.blocks, number)
-        )
-        task = asyncio.create_task(self._finish(number, batch, done))
+        batch = self._worker.watch(_post(self._endpoint.tag_send, self._region, reading.blocks, number))
+        task = asyncio.create_task(self._finish(batch, done))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
 
-    async def _finish(self, number: int, batch: _Batch, done: Callable[[bool], None]) -> None:
-        await batch.over
-        del self._reads[number]
+    async def _finish(self, batch: _Batch, done: Callable[[bool], None]) -> None:
+        await asyncio.wait({batch.over, self._aborted}, return_when=asyncio.FIRST_COMPLETED)
+        if not batch.look():
+            await self._worker.fenced(batch)
         try:
             batch.check()
         except TransferFailed as error:
@@ -341,6 +340,14 @@ class _Serving:
             done(False)
         else:
             done(True)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._aborted.done() and not self._tasks:
+            self._worker.close()
 
     def copied(self, number: int) -> None:
         pass
@@ -350,10 +357,11 @@ class _Serving:
         return False
 
     def abort(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self._aborted.done():
+            self._aborted.set_result(None)
             _force_close(self._endpoint)
             self._worker.kick()
+            self._rest()
 
 
 class UcxConnection:

@@ -22,7 +22,9 @@ GIVE_UP_S = 30.0
 
 async def until(condition: Callable[[], bool], what: str = "condition") -> None:
     """Wait until it holds; the limit is only for a test that would fail anyway."""
-    for _ in range(int(GIVE_UP_S / 0.001)):
+    loop = asyncio.get_running_loop()
+    end = loop.time() + GIVE_UP_S
+    while loop.time() < end:
         if condition():
             return
         await asyncio.sleep(0.001)

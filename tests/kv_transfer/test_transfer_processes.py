@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import pytest
 from fleet.errors import LeaseExpired, TransferFailed
 from fleet.handoff import KvTicket
 from fleet.ids import new_incarnation
-from kv_transfer import control
+from kv_transfer import control, ucx
 
 pytestmark = pytest.mark.live
 
@@ -89,7 +88,6 @@ def run(test):
 
 
 def mapped_pools():
-    gc.collect()
     return Path("/proc/self/maps").read_text().count("pdfleet-kv")
 
 
@@ -111,6 +109,7 @@ def test_a_source_killed_under_a_pull_is_an_error_soon_and_its_successor_serves(
             async with Process.spawn("other", real_transport) as other:
                 for _ in range(2):
                     async with Process.spawn("p", real_transport) as source:
+                        before = mapped_pools()
                         ticket = await source.grant()
                         reader.region.array[:] = 0
                         pull = asyncio.create_task(pull_until_it_fails(reader, ticket, 60))
@@ -123,7 +122,7 @@ def test_a_source_killed_under_a_pull_is_an_error_soon_and_its_successor_serves(
                         assert asyncio.get_running_loop().time() - began < 20
                         reader.region.array[:] = 0xEE
                         # A dead source's pool is not kept alive by a mapping of it.
-                        await eventually(lambda: mapped_pools() == 1, "unmapping")
+                        await eventually(lambda before=before: mapped_pools() == before, "unmapping")
                         with pytest.raises(TransferFailed):
                             await reader.transfer.pull(ticket, PAIRS, 60)
                     unaffected = await other.grant([7])
@@ -316,12 +315,16 @@ def test_whatever_is_said_to_a_port_the_source_lives_and_serves(bench, real_tran
             reader = await own(world)
             async with Process.spawn("p", real_transport, lease_s=60) as source:
                 ticket = await source.grant([4])
+                await reader.transfer.pull(ticket, [(0, 0)], 60)  # brings UCX's port up
                 ports = listening(source._process.pid)
                 assert len(ports) == {"shm": 0, "ucx": 2}[real_transport]
                 ports += [ticket.address.split(":", 2)[2]] if real_transport == "shm" else []
                 for where in ports:
                     for noise in hostile(ticket):
                         await send(where, noise)
+                greeter = (
+                    ucx._Worker(reader.transfer._transports[0]._context) if real_transport == "ucx" else None
+                )
                 own_port = ports[-1] if real_transport == "shm" else int(ticket.address.split(":")[2])
                 hello = control.Hello(
                     control.VERSION,
@@ -330,12 +333,14 @@ def test_whatever_is_said_to_a_port_the_source_lives_and_serves(bench, real_tran
                     ticket.incarnation,
                     ticket.fingerprint,
                     BLOCK_BYTES,
-                    reader.transfer._transports[0]._worker.address if real_transport == "ucx" else b"",
+                    greeter.address if greeter else b"",
                 )
                 for noise in after_greeting(ticket.lease):
                     await send(own_port, control.frame(hello), noise)
                 await reader.transfer.pull(ticket, [(0, 1)], 60)
                 assert (reader.region.array[1] == 5).all()
                 assert (await source.ask(do="state"))["leases"] == 1
+                if greeter:
+                    greeter.close()
 
     run(test())
