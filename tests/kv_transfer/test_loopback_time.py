@@ -261,6 +261,23 @@ def test_without_a_renewal_the_deadline_is_within_the_lease():
     in_virtual_time(test)
 
 
+def test_closing_while_connecting_fails_the_pull_and_does_not_cancel_it():
+    async def test(world):
+        source, reader = await world.add("p"), await world.add("d")
+        ticket = source.grant([0], 16)
+        world.hub.freeze(source.address)
+        pull = asyncio.create_task(reader.pull(ticket, pairs(1), 5))
+        await asyncio.sleep(1)
+        await reader.close()
+        with pytest.raises(TransferFailed, match="closed"):
+            await pull
+        with pytest.raises(TransferFailed, match="closed"):
+            reader.grant([0], 16)
+        source.release(ticket.lease)
+
+    in_virtual_time(test)
+
+
 def test_many_readers_where_one_dies_pin_only_what_lives():
     async def test(world):
         source = await world.add("p", lease_s=6)
