@@ -140,3 +140,20 @@ def test_the_byte_tokenizer_of_models_without_weights() -> None:
     assert asyncio.run(text.encode(rendered, add_special=False))[0] == 256
     assert text.end_tokens == (257,)
     text.close()
+
+
+def test_a_long_text_does_not_hold_up_the_loop(trained_json: str) -> None:
+    text = ModelText(trained_json, settings=TextSettings(inline_characters=64))
+
+    async def main() -> int:
+        encoding = asyncio.create_task(text.encode("The quick brown fox " * 20_000, add_special=False))
+        turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(encoding.result()) > 20_000
+        return turns
+
+    # On the loop it would be done within its first turn.
+    assert asyncio.run(main()) > 10
+    text.close()
