@@ -235,7 +235,7 @@ class _Exchange:
             if name == b"content-type":
                 kind = value
             elif name == b"content-length":
-                self.length = int(value) if value.isdigit() else 0
+                self.length = int(value) if value.isdigit() and len(value) < 20 else 0
             elif name == b"content-encoding":
                 encoding = value.strip().lower()
             elif name == b"x-request-id" and _CLEAN_ID.fullmatch(value):
