@@ -122,6 +122,8 @@ class _Batch:
     def check(self) -> None:
         """TransferFailed when one did not succeed."""
         for request in self._requests:
+            if not request.completed:
+                raise TransferFailed("UCX: a request was given up")
             try:
                 request.check_error()
             except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time

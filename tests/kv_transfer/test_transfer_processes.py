@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -109,6 +110,7 @@ def test_a_source_killed_under_a_pull_is_an_error_soon_and_its_successor_serves(
             async with Process.spawn("other", real_transport) as other:
                 for _ in range(2):
                     async with Process.spawn("p", real_transport) as source:
+                        gc.collect()  # pools of earlier tests
                         before = mapped_pools()
                         ticket = await source.grant()
                         reader.region.array[:] = 0
@@ -122,7 +124,7 @@ def test_a_source_killed_under_a_pull_is_an_error_soon_and_its_successor_serves(
                         assert asyncio.get_running_loop().time() - began < 20
                         reader.region.array[:] = 0xEE
                         # A dead source's pool is not kept alive by a mapping of it.
-                        await eventually(lambda before=before: mapped_pools() == before, "unmapping")
+                        await eventually(lambda before=before: mapped_pools() <= before, "unmapping")
                         with pytest.raises(TransferFailed):
                             await reader.transfer.pull(ticket, PAIRS, 60)
                     unaffected = await other.grant([7])
