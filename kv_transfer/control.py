@@ -350,30 +350,44 @@ class ControlServer:
         self._descriptor = descriptor
         self._greeting_s = greeting_s
         self._tasks: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
+        self._retry: asyncio.TimerHandle | None = None
+        self._listen()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                # Out of descriptors, most likely: those that are served go on.
-                logger.warning("kv transfer cannot accept: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._tasks) >= SESSIONS:
-                sock.close()
-                continue
-            task = asyncio.create_task(self._serve(sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _listen(self) -> None:
+        self._retry = None
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        # Not `sock_accept`: cancelled at the wrong moment it loses a socket that it has accepted.
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors, most likely: those that are served go on.
+            logger.warning("kv transfer cannot accept: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            self._retry = loop.call_later(0.1, self._listen)
+            return
+        if len(self._tasks) >= SESSIONS:
+            sock.close()
+            return
+        task = asyncio.create_task(self._serve(sock))
+        self._tasks.add(task)
+
+        def served(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            sock.close()  # a task that is cancelled before its first step closes nothing
+
+        task.add_done_callback(served)
 
     async def _serve(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        tune(sock)
         writer: asyncio.StreamWriter | None = None
+        session: Session | None = None
         try:
+            sock.setblocking(False)
+            tune(sock)
             async with asyncio.timeout(self._greeting_s):
                 session = await self._greeting(sock)
             if session is not None:
@@ -384,6 +398,8 @@ class ControlServer:
         except (ValueError, msgspec.MsgspecError) as error:
             logger.warning("kv transfer drops a peer that talks nonsense: %s", error)
         finally:
+            if session is not None:
+                session.abort()
             if writer is not None:
                 writer.transport.abort()
             else:
@@ -409,23 +425,29 @@ class ControlServer:
             await loop.sock_sendall(sock, frame(Refused.of(0, error)))
             return None
         data = frame(Welcome(self._source.region.blocks, session.ucx))
-        if self._descriptor is None:
+        try:
+            if self._descriptor is not None:
+                fd = self._descriptor()
+                try:
+                    # Nothing was sent on this socket yet, so its buffer takes these few bytes at once.
+                    data = data[socket.send_fds(sock, [data], [fd]) :]
+                finally:
+                    socket.close(fd)
             await loop.sock_sendall(sock, data)
-        else:
-            fd = self._descriptor()
-            try:
-                # Nothing was sent on this socket yet, so its buffer takes these few bytes at once.
-                sent = socket.send_fds(sock, [data], [fd])
-            finally:
-                socket.close(fd)
-            await loop.sock_sendall(sock, data[sent:])
+        except BaseException:
+            session.abort()
+            raise
         return session
 
     async def close(self) -> None:
-        tasks = {self._accepting, *self._tasks}
+        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
         self._listener.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -342,6 +342,9 @@ class Transfer:
         budget = self._budgets.setdefault(key, _Budget(self.settings.in_flight_bytes))
         budget.users += 1
         try:
+            if len(chunks) == 1:
+                await self._read(connection, ticket.lease, chunks[0], budget)
+                return
             # Not a TaskGroup: until Python 3.13 it can swallow a cancel that meets a failure.
             reads = [
                 asyncio.create_task(self._read(connection, ticket.lease, chunk, budget)) for chunk in chunks
@@ -364,8 +367,11 @@ class Transfer:
 
     async def _read(self, connection: Connection, lease: LeaseId, chunk: Chunk, budget: _Budget) -> None:
         size = len(chunk.positions) * self.region.block_bytes
-        async with budget.take(size):
+        await budget.take(size)
+        try:
             await connection.read(lease, chunk)
+        finally:
+            budget.give(size)
 
     async def _path(self, ticket: KvTicket) -> _Path:
         """An open connection to this life of the source, shared by all pulls."""
@@ -471,33 +477,52 @@ async def _all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class _Budget:
-    """Bytes and requests in flight from one source; one request is always let through."""
+    """Bytes and requests in flight from one source, first come first served; one is always let through."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
         self._open = 0
-        self._changed = asyncio.Condition()
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self.users = 0
 
-    @contextlib.asynccontextmanager
-    async def take(self, size: int) -> AsyncGenerator[None]:
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: not self._open or (self._open < OPEN_READS // 2 and self._used + size <= self._limit)
-            )
-            self._open += 1
-            self._used += size
-        try:
-            yield
-        finally:
-            self._open -= 1
-            self._used -= size
-            await finish(self._notify())
+    def _fits(self, size: int) -> bool:
+        room = self._open < OPEN_READS // 2 and self._used + size <= self._limit
+        return room or not self._open
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    async def take(self, size: int) -> None:
+        if self._queue or not self._fits(size):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append((size, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    self._wake()  # skips it
+                else:
+                    self.give(size)
+                raise
+        else:
+            self._count(size)
+
+    def give(self, size: int) -> None:
+        self._open -= 1
+        self._used -= size
+        self._wake()
+
+    def _count(self, size: int) -> None:
+        self._open += 1
+        self._used += size
+
+    def _wake(self) -> None:
+        while self._queue:
+            size, turn = self._queue[0]
+            if not turn.cancelled():
+                if not self._fits(size):
+                    return
+                self._count(size)
+                turn.set_result(None)
+            self._queue.popleft()
 
 
 class _Serving:

@@ -261,6 +261,24 @@ def test_without_a_renewal_the_deadline_is_within_the_lease():
     in_virtual_time(test)
 
 
+def test_pulls_that_wait_for_room_go_in_turn_and_a_cancelled_one_blocks_nobody():
+    async def test(world):
+        source = await world.add("p")
+        reader = await world.add("d", chunk_bytes=4096, in_flight_bytes=4096)
+        ticket = source.grant(range(8), 128)
+        # 256 blocks of 16 bytes are 4096, so every pull of 8 fits; the number of requests does not.
+        pulls = [asyncio.create_task(reader.pull(ticket, [(n % 8, n)], 10)) for n in range(60)]
+        await asyncio.sleep(0.0005)
+        waiting = pulls[32:]
+        for pull in waiting[::2]:
+            pull.cancel()
+        ended = await asyncio.gather(*pulls, return_exceptions=True)
+        assert [isinstance(end, asyncio.CancelledError) for end in ended] == [False] * 32 + [True, False] * 14
+        source.release(ticket.lease)
+
+    in_virtual_time(test)
+
+
 def test_closing_while_connecting_fails_the_pull_and_does_not_cancel_it():
     async def test(world):
         source, reader = await world.add("p"), await world.add("d")
