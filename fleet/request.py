@@ -34,6 +34,26 @@ class Sampling:
     """-1: none; 0: of the drawn token; n: of the n most likely tokens too."""
 
 
+class ConstraintKind(StrEnum):
+    JSON_OBJECT = "json_object"
+    """Any JSON object; no text."""
+    JSON_SCHEMA = "json_schema"
+    """Text: a JSON schema."""
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    """Text: EBNF with a rule `root`."""
+    STRUCTURAL_TAG = "structural_tag"
+    """Text: JSON of xgrammar's structural tag: free text in which tagged parts follow a schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the generated tokens must form. Compiled by the workers, who refuse what they cannot."""
+
+    kind: ConstraintKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to be continued, in tokens; text stays at the router."""
@@ -49,6 +69,7 @@ class Request:
     """Larger runs first."""
     deadline_s: float = 600.0
     """Seconds from acceptance by the ingress to the last token."""
+    constraint: Constraint | None = None
 
 
 class FinishReason(StrEnum):

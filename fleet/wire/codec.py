@@ -46,7 +46,7 @@ from fleet.handoff import (
     ToWorker,
 )
 from fleet.member import MemberState
-from fleet.request import Request, Sampling, TokenLogprobs, Usage
+from fleet.request import Constraint, Request, Sampling, TokenLogprobs, Usage
 from fleet.wire.v1 import worker_pb2 as pb
 
 NUMBER_LIMIT = 1 << 31
@@ -54,7 +54,9 @@ NUMBER_LIMIT = 1 << 31
 SEQUENCE_LIMIT = 1 << 20
 """Most tokens in a prompt, an answer or a list of stop tokens."""
 TEXT_LIMIT = 4096
-"""Most characters in any text."""
+"""Most characters in any text but a constraint's."""
+CONSTRAINT_LIMIT = 1 << 18
+"""Most characters in a schema, a regular expression or a grammar; the ingress allows far fewer."""
 
 
 class Malformed(ValueError):
@@ -86,6 +88,12 @@ def _counts(values: Iterable[int]) -> tuple[int, ...]:
 def _text(value: str) -> str:
     if len(value) > TEXT_LIMIT:
         raise ValueError(f"{len(value)} characters; at most {TEXT_LIMIT} are allowed")
+    return value
+
+
+def _constraint(value: str) -> str:
+    if len(value) > CONSTRAINT_LIMIT:
+        raise ValueError(f"{len(value)} characters; at most {CONSTRAINT_LIMIT} are allowed")
     return value
 
 
@@ -280,6 +288,7 @@ def _decode(shape: _Shape[W], data: bytes) -> W:
 
 
 _shape(Sampling, pb.Sampling)
+_shape(Constraint, pb.Constraint, text=_constraint)
 _shape(Request, pb.Request)
 _shape(KvTicket, pb.KvTicket)
 _shape(Usage, pb.Usage)

@@ -28,7 +28,7 @@ from fleet.handoff import (
 )
 from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
 from fleet.member import MemberState
-from fleet.request import FinishReason, Request, Sampling, TokenLogprobs, Usage
+from fleet.request import Constraint, ConstraintKind, FinishReason, Request, Sampling, TokenLogprobs, Usage
 from fleet.wire import codec
 from fleet.wire.codec import NUMBER_LIMIT, SEQUENCE_LIMIT, TEXT_LIMIT, Malformed
 from fleet.wire.v1 import worker_pb2 as pb
@@ -83,6 +83,7 @@ REQUEST = st.builds(
     adapter=TEXT,
     priority=st.integers(-(2**31), 2**31 - 1),
     deadline_s=FINITE,
+    constraint=st.none() | st.builds(Constraint, st.sampled_from(ConstraintKind), TEXT),
 )
 TICKET = st.builds(
     KvTicket,
