@@ -94,8 +94,8 @@ def plan_step(chunks: Sequence[Chunk], layout: KvLayout, device: torch.device) -
     while first < singles:
         last = first + 1
         while last < singles:
-            pages = layout.blocks_for(int(positions[last]) + 1)
-            if (last + 1 - first) * pages * bytes_per_page > _GROUP_BYTES:
+            width = layout.blocks_for(int(positions[last]) + 1)
+            if (last + 1 - first) * width * bytes_per_page > _GROUP_BYTES:
                 break
             last += 1
         decodes.append(_group(first, tables[first:last], positions[first:last] + 1, layout, device))
