@@ -175,9 +175,9 @@ def test_drain_comes_back_unchanged(limit_s: float, state: MemberState) -> None:
 
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
-    drawn = {Sampling: 14, Request: 8, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
+    drawn = {Sampling: 14, Request: 9, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
     drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 4, KvEvents: 4, KvSnapshot: 4}
-    drawn |= {KvDigest: 3, LoadReport: 15}
+    drawn |= {KvDigest: 3, LoadReport: 15, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn
 
 
