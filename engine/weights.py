@@ -53,7 +53,7 @@ class Linear:
 def _can_pack(weight: Tensor) -> bool:
     """oneDNN's own layout, on CPU, where it has kernels for the type; these operators are not public API."""
     ops = torch.ops.mkldnn
-    if weight.device.type != "cpu" or not torch._C.has_mkldnn:
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if not all(hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
         return False
