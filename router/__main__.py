@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleet import __version__
+from fleet import __version__, api_keys
 from fleet.bus.nats_bus import NatsBus
 from fleet.life import Life, run_process
 from fleet.model_files import resolve
 from fleet.registry.etcd_registry import EtcdRegistry
-from fleet.settings import ControlSettings, load_or_exit
+from fleet.settings import ControlSettings, SettingsError, load_or_exit
 from fleet.wire.rpc import GrpcWire
 from fleet.wire.session import WireSettings
 from router.openai.asgi import Ingress
@@ -43,6 +43,9 @@ class RouterProcessSettings(RouterSettings):
     """Name clients use; empty: the model's own."""
     router_id: str = ""
     """Name of this router in the fleet; empty: drawn."""
+    api_keys: str = field(default="", repr=False)
+    """API keys as TENANT:KEY, several separated by commas, besides those of `http.keys_file`. Flags are seen
+    by everybody on the machine: prefer the environment."""
     control: ControlSettings = field(default_factory=ControlSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     text: TextSettings = field(default_factory=TextSettings)
@@ -58,9 +61,29 @@ def load_text(settings: RouterProcessSettings) -> tuple[str, ModelText]:
     return settings.served_model_name or files.name, ModelText.load(files.folder, settings.text)
 
 
+def load_keys(settings: RouterProcessSettings) -> tuple[api_keys.ApiKey, ...]:
+    """From the file and the environment. SettingsError or OSError: unreadable; no key is shown."""
+    keys: tuple[api_keys.ApiKey, ...] = ()
+    if (file := settings.http.keys_file) is not None:
+        try:
+            keys += api_keys.read_file(file.read_text("utf-8"))
+        except ValueError as error:
+            raise SettingsError(f"http.keys_file {file}: {error}") from None
+    if settings.api_keys:
+        try:
+            keys += api_keys.read_list(settings.api_keys)
+        except ValueError as error:
+            raise SettingsError(f"PDFLEET_API_KEYS: {error}") from None
+    return keys
+
+
 async def run(life: Life, settings: RouterProcessSettings) -> None:
     """Serves until SIGTERM, then finishes what runs. A part that ends before ends all."""
-    control = settings.control
+    control, keys = settings.control, load_keys(settings)
+    if not keys and control.bind not in ("127.0.0.1", "::1", "localhost"):
+        log.warning(
+            "there are no API keys: anybody who reaches %s may ask; set http.keys_file", control.bind
+        )
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         registry = EtcdRegistry.of(control)
         stack.push_async_callback(registry.close)
@@ -74,7 +97,9 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         def context(model: str) -> int | None:
             return max((pool.max_tokens for pool in router.roster.pools(model)), default=None)
 
-        ingress = Ingress(router.flow, {name: text}, settings.http, version=__version__, context=context)
+        ingress = Ingress(
+            router.flow, {name: text}, settings.http, version=__version__, context=context, keys=keys
+        )
         routing = tasks.create_task(router.run())
         server = await HttpServer.start(ingress, settings.http, control.bind)
         serving = tasks.create_task(server.serve())

@@ -9,15 +9,17 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from fleet.api_keys import ApiKey
 from fleet.errors import FleetError, Overloaded, TooLarge
 from fleet.handoff import CancelReason
 from fleet.ids import new_request_id
 from fleet.stages import Stage, Timeline
 from router.openai import chat, completions
 from router.openai.app import admin_app
+from router.openai.callers import ANYBODY, Caller, Callers
 from router.openai.errors import (
     Headers,
     HeadersTooLarge,
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Prepare = Callable[[bytes, Caller], Awaitable[Job]]
+"""From a body and whose it is to what it asks for."""
 
 _CLEAN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _JSON: Headers = [(b"content-type", b"application/json")]
@@ -73,9 +77,10 @@ class Ingress:
         *,
         version: str = "",
         context: Callable[[str], int | None] = lambda model: None,
+        keys: Sequence[ApiKey] = (),
     ) -> None:
         """`models` by served name. `context(model)` is the longest sequence that workers hold now, in
-        tokens; None: unknown, the model's own context counts."""
+        tokens; None: unknown, the model's own context counts. Without `keys` anybody may ask."""
         self.spine = spine
         self.models = dict(models)
         self.settings = settings
@@ -84,7 +89,10 @@ class Ingress:
         """Set when the process is about to leave: not ready any more."""
         self.exchanges: set[_Exchange] = set()
         self._context = context
-        self._routes: dict[str, Callable[[bytes], Awaitable[Job]]] = {
+        self._callers = Callers(keys, settings.salt_secret)
+        self._open = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
+        """Paths that need no key. Exactly these: all else, however it is spelt, needs one."""
+        self._routes: dict[str, Prepare] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completions,
         }
@@ -113,7 +121,9 @@ class Ingress:
             return None
         name = scope["path"]
         prepare = self._routes.get(name)
-        exchange = _Exchange(self, scope, receive, send, name, prepare)
+        caller, unknown = self._who(scope)
+        exchange = _Exchange(self, scope, receive, send, name, prepare, caller)
+        exchange.refused = unknown or exchange.refused
         if prepare is not None or exchange.refused is not None:
             return await exchange.serve()
 
@@ -123,6 +133,16 @@ class Ingress:
             await send(message)
 
         return await self._app(scope, receive, send_named)
+
+    def _who(self, scope: Scope) -> tuple[Caller, FleetError | None]:
+        """Who asks, and why that is nobody."""
+        if self._callers.anybody or scope["path"] in self._open:
+            return ANYBODY, None
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+        try:
+            return self._callers.caller(given), None
+        except FleetError as error:
+            return ANYBODY, error
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -143,13 +163,13 @@ class Ingress:
         ping_s = self.settings.ping_s or 4.0
         self._ticking = loop.call_later(min(1.0, ping_s / 4, self.settings.write_timeout_s / 4), self._tick)
 
-    async def _chat(self, data: bytes) -> Job:
+    async def _chat(self, data: bytes, caller: Caller) -> Job:
         body = decode(ChatBody, data)
-        return await chat.prepare(body, self._text(body.model), self._endpoint(body))
+        return await chat.prepare(body, self._text(body.model), self._endpoint(body, caller))
 
-    async def _completions(self, data: bytes) -> Job:
+    async def _completions(self, data: bytes, caller: Caller) -> Job:
         body = decode(CompletionBody, data)
-        return await completions.prepare(body, self._text(body.model), self._endpoint(body))
+        return await completions.prepare(body, self._text(body.model), self._endpoint(body, caller))
 
     def _text(self, model: str) -> ModelText:
         text = self.models.get(model)
@@ -157,8 +177,10 @@ class Ingress:
             raise ModelNotFound(model, self.served())
         return text
 
-    def _endpoint(self, body: ChatBody | CompletionBody) -> Endpoint:
-        return Endpoint(self.settings, self.context(body.model), int(time.time()), include_usage(body))
+    def _endpoint(self, body: ChatBody | CompletionBody, caller: Caller) -> Endpoint:
+        return Endpoint(
+            self.settings, self.context(body.model), int(time.time()), include_usage(body), caller
+        )
 
 
 class _Exchange:
@@ -166,6 +188,7 @@ class _Exchange:
 
     __slots__ = (
         "_began",
+        "_caller",
         "_gone",
         "_headed",
         "_ingress",
@@ -194,7 +217,8 @@ class _Exchange:
         receive: Receive,
         send: Send,
         path: str,
-        prepare: Callable[[bytes], Awaitable[Job]] | None,
+        prepare: Prepare | None,
+        caller: Caller,
     ) -> None:
         self._ingress = ingress
         self._scope = scope
@@ -202,6 +226,7 @@ class _Exchange:
         self._send = send
         self._path = path
         self._prepare = prepare
+        self._caller = caller
         self._now = asyncio.get_running_loop().time
         self._began = self._now()
         self._lock = asyncio.Lock()
@@ -271,19 +296,22 @@ class _Exchange:
     # -- from the first byte to the last
 
     async def serve(self) -> None:
-        ingress, metrics = self._ingress, self._ingress.metrics
+        ingress, metrics, quota = self._ingress, self._ingress.metrics, self._caller.quota
         ingress.exchanges.add(self)
         metrics.running += 1
         watch: asyncio.Task[None] | None = None
-        outcome = "cancelled"
+        outcome, entered = "cancelled", False
         try:
             if self.refused is not None:
                 raise self.refused
             assert self._prepare is not None
+            if quota is not None:
+                quota.enter(self._now())
+                entered = True
             data = await self._read()
             watch = asyncio.create_task(self._watch())
             accepted = self._now()
-            job = await self._prepare(data)
+            job = await self._prepare(data, self._caller)
             if self._gone:
                 return
             self._start(job, accepted, self._now())
@@ -307,7 +335,9 @@ class _Exchange:
                 self._ping.cancel()
             ingress.exchanges.discard(self)
             metrics.running -= 1
-            metrics.requests[self._path, outcome] += 1
+            metrics.requests["other" if self._prepare is None else self._path, outcome] += 1
+            if quota is not None and entered:
+                quota.leave()
             await self.stop(CancelReason.CLIENT)
             if self._job is not None:
                 self._account(self._job)
@@ -361,6 +391,8 @@ class _Exchange:
     def _account(self, job: Job) -> None:
         metrics = self._ingress.metrics
         metrics.used(job.usage())
+        if self._caller.quota is not None:
+            self._caller.quota.used(job.consumed())
         metrics.whole.observe(self._now() - self._began)
         for choice in job.choices:
             if choice.timeline is not None:

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from fleet.errors import BadRequest, FleetError, Internal, NotFound, Overloaded
+from fleet.errors import BadRequest, FleetError, Internal, NotFound, Overloaded, Unauthorized
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -47,6 +47,8 @@ def error_object(error: FleetError) -> dict[str, object]:
     code = error.code if isinstance(error, BadRequest) else None
     if isinstance(error, ModelNotFound):
         param, code = "model", "model_not_found"
+    elif isinstance(error, Unauthorized):
+        code = "invalid_api_key"
     return {"message": error.message, "type": error.kind, "param": param, "code": code}
 
 
@@ -62,6 +64,8 @@ def error_event(error: FleetError) -> bytes:
 def error_headers(error: FleetError) -> Headers:
     if isinstance(error, Overloaded):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+    if isinstance(error, Unauthorized):
+        return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", error.allowed.encode())]
     return []

@@ -9,6 +9,7 @@ from typing import Any
 from fleet.errors import BadRequest
 from fleet.ids import new_request_id
 from fleet.request import Request, Usage
+from router.openai.callers import ANYBODY, Caller
 from router.openai.messages import Body
 from router.openai.sampling import sampling, stop_strings
 from router.openai.settings import HttpSettings
@@ -27,6 +28,8 @@ class Endpoint:
     created: int
     """Seconds since 1970, to be shown."""
     include_usage: bool
+    caller: Caller = ANYBODY
+    """Salt and priority come from here alone, whatever a body says."""
 
 
 def include_usage(body: Body) -> bool:
@@ -70,6 +73,8 @@ def choices_of(
             body.model,
             prompt,
             replace(first, seed=(first.seed + k) % 2**63) if k else first,
+            salt=endpoint.caller.salt,
+            priority=endpoint.caller.priority,
             deadline_s=endpoint.settings.deadline_s,
         )
         answer = Answer(

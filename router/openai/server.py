@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from router.openai.asgi import Ingress
 from router.openai.protocol import bounded
@@ -21,6 +22,17 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _for_browsers(ingress: Ingress, settings: HttpSettings) -> CORSMiddleware:
+    """Answers preflights before any key is asked for: browsers send none with them."""
+    return CORSMiddleware(
+        ingress,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
 
 
 class HttpServer:
@@ -39,7 +51,7 @@ class HttpServer:
             (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
         )
         config = uvicorn.Config(
-            ingress,
+            _for_browsers(ingress, settings) if settings.cors_origins else ingress,
             http=bounded(settings),
             ws="none",
             lifespan="on",

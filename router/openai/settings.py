@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+_MAY_BE_ZERO = ("port", "open_metrics", "ping_s", "drain_limit_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +14,16 @@ class HttpSettings:
 
     port: int = 8000
     """TCP port; 0 takes a free one."""
+    keys_file: Path | None = None
+    """File of API keys, one JSON object a line, made by `fleetctl key new`. With keys here or in
+    `PDFLEET_API_KEYS` every route but /health and /ready needs one; without, anybody may ask."""
+    salt_secret: str = field(default="", repr=False)
+    """Keys the salts by which tenants' caches are kept apart: the same on every router of a fleet. Flags
+    are seen by everybody on the machine: prefer the environment."""
+    open_metrics: bool = False
+    """Whether /metrics needs no key either."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from a browser, such as https://chat.example; * is all. None by default."""
     max_requests: int = 4096
     """Requests served at the same time; more are answered 429."""
     max_body_bytes: int = 8 << 20
@@ -50,7 +63,9 @@ class HttpSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if value < 0 or (value == 0 and item.name not in ("port", "ping_s", "drain_limit_s")):
+            if not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and item.name not in _MAY_BE_ZERO):
                 raise ValueError(f"{item.name} is {value}; a number above 0 is needed")
         if self.port > 65535:
             raise ValueError(f"port is {self.port}; at most 65535 is possible")

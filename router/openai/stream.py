@@ -78,6 +78,13 @@ class Job:
                 cached += choice.usage.cached_tokens
         return Usage(prompt, completion, cached)
 
+    def consumed(self) -> int:
+        """Tokens of prompts and answers, also of answers that were left before their end."""
+        return sum(
+            choice.answer.tokens + (len(choice.request.prompt) if choice.first else 0)
+            for choice in self.choices
+        )
+
 
 Show = Callable[[Choice, str, list[LoggedToken]], Awaitable[None]]
 """Called at the first event, then with each text that is not empty, and last when `finish` is set."""

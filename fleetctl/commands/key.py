@@ -1,0 +1,87 @@
+"""`key new`: draws an API key, shows it once, and gives or appends the line that lets it in."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+import click
+
+from fleet.api_keys import ApiKey, SloClass, digest, read_file
+from fleet.errors import BadRequest, FleetError, Unavailable
+from fleetctl.options import fail
+
+
+@click.group()
+def key() -> None:
+    """API keys of the ingress."""
+
+
+@key.command("new")
+@click.option("--tenant", required=True, metavar="NAME", help="Whose key it is.")
+@click.option(
+    "--class",
+    "slo_class",
+    type=click.Choice([kind.value for kind in SloClass]),
+    default=SloClass.STANDARD.value,
+    show_default=True,
+    help="How urgent its requests are.",
+)
+@click.option("--requests-per-minute", type=click.IntRange(0), default=0, help="0: no limit.")
+@click.option("--tokens-per-minute", type=click.IntRange(0), default=0, help="0: no limit.")
+@click.option("--concurrent-requests", type=click.IntRange(0), default=0, help="0: no limit.")
+@click.option(
+    "--file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append the line to this keys file; made if there is none, readable by you alone.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def new_command(
+    tenant: str,
+    slo_class: str,
+    requests_per_minute: int,
+    tokens_per_minute: int,
+    concurrent_requests: int,
+    file: Path | None,
+    as_json: bool,
+) -> None:
+    """Draw a key. It is printed once and kept nowhere; a keys file holds only its hash."""
+    drawn = f"sk-pdfleet-{secrets.token_urlsafe(32)}"
+    try:
+        try:
+            line = ApiKey(
+                sha256=digest(drawn),
+                tenant=tenant,
+                slo_class=SloClass(slo_class),
+                requests_per_minute=requests_per_minute,
+                tokens_per_minute=tokens_per_minute,
+                concurrent_requests=concurrent_requests,
+            ).line()
+        except ValueError as error:
+            raise BadRequest(str(error), param="tenant") from None
+        if file is not None:
+            _append(file, line)
+    except FleetError as error:
+        fail(error, as_json)
+    if as_json:
+        click.echo(json.dumps({"key": drawn, "line": line, "file": str(file) if file else None}))
+        return
+    click.echo(f"key, shown only now: {drawn}")
+    click.echo(f"appended to {file}" if file else f"line to add to the keys file:\n{line}")
+    click.echo("routers read the file that --http.keys-file names when they start")
+
+
+def _append(file: Path, line: str) -> None:
+    try:
+        held = file.read_text("utf-8") if file.exists() else ""
+        if held.strip():
+            read_file(held)  # a line behind broken ones would only look as if it were good
+        handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(handle, "a", encoding="utf-8") as out:
+            out.write(("" if not held or held.endswith("\n") else "\n") + line + "\n")
+    except OSError as error:
+        raise Unavailable(f"{file} cannot be written: {error.strerror}") from None
+    except ValueError as error:
+        raise BadRequest(f"{file}: {error}", param="file") from None
