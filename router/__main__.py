@@ -81,9 +81,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
     """Serves until SIGTERM, then finishes what runs. A part that ends before ends all."""
     control, keys = settings.control, load_keys(settings)
     if not keys and control.bind not in ("127.0.0.1", "::1", "localhost"):
-        log.warning(
-            "there are no API keys: anybody who reaches %s may ask; set http.keys_file", control.bind
-        )
+        log.warning("there are no API keys: anybody who reaches %s may ask; set http.keys_file", control.bind)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         registry = EtcdRegistry.of(control)
         stack.push_async_callback(registry.close)

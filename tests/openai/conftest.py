@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fleet.api_keys import ApiKey
 from fleet.errors import FleetError
 from fleet.handoff import CancelReason
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
@@ -202,11 +203,18 @@ def says(text: ModelText) -> Callable[[str], Script]:
 @pytest.fixture
 def serve(tokenizer_json: str) -> Serve:
     @asynccontextmanager
-    async def start(script: Script, context: int | None = None, **settings: Any) -> AsyncIterator[Site]:
+    async def start(
+        script: Script, context: int | None = None, keys: Sequence[ApiKey] = (), **settings: Any
+    ) -> AsyncIterator[Site]:
         spine = ScriptedSpine(script)
         http = HttpSettings(**{"port": 0, **settings})
         ingress = Ingress(
-            spine, {MODEL: make_text(tokenizer_json)}, http, version="1.2.3", context=lambda model: context
+            spine,
+            {MODEL: make_text(tokenizer_json)},
+            http,
+            version="1.2.3",
+            context=lambda model: context,
+            keys=keys,
         )
         server = await HttpServer.start(ingress, http)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client:
