@@ -1,12 +1,18 @@
 """The model's chat template: messages to the text of a prompt, in a sandbox, by Hugging Face's conventions.
 
 Templates come with the model, never from a request. They see what they see in `transformers`:
-`messages`, `add_generation_prompt`, the special tokens by name, `raise_exception`, `strftime_now`, `tojson`.
+`messages`, `tools`, `add_generation_prompt`, the special tokens by name, `raise_exception`,
+`strftime_now`, `tojson`. A template that takes too long is ended: every turn of a loop, every test of one
+and every call of a macro looks at the time, and what Python does in one go (repeating, powers, ranges) is
+bounded.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -55,10 +61,56 @@ def _tojson(
     )
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+class OutOfTime(Exception):
+    """The template took longer than it may."""
+
+
+_MOST_REPEATED = 1 << 20
+"""Items or characters that one multiplication may make."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.due = threading.local()
+        """When the rendering on this thread must have ended, on the monotonic clock."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(self._call_of_tick()))
+            if loop.test is not None:
+                loop.test = nodes.And(self._call_of_tick(), loop.test)
+        for macro in template.find_all(nodes.Macro):
+            macro.body.insert(0, nodes.ExprStmt(self._call_of_tick()))
+        for block in template.find_all(nodes.CallBlock):
+            block.body.insert(0, nodes.ExprStmt(self._call_of_tick()))
+        return template
+
+    @staticmethod
+    def _call_of_tick() -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+
+    def tick(self) -> bool:
+        if time.monotonic() > self.due.at:
+            raise OutOfTime
+        return True
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if abs(left) > _MOST_REPEATED or abs(right) > 64:
+                raise ValueError("a power of such numbers is too large")
+        else:
+            for items, times in ((left, right), (right, left)):
+                if hasattr(items, "__len__") and len(items) * times > _MOST_REPEATED:
+                    raise ValueError("too long a repetition")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -70,8 +122,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, most_characters: int) -> None:
         """`special_tokens` such as {"bos_token": "<s>"}. ValueError: the source is not a template."""
+        self._environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the model's chat template is broken at line {error.lineno}: {error.message}"
@@ -81,14 +134,31 @@ class ChatTemplate:
         self.knows_tools = "tool_calls" in source
         """Whether it can show calls of tools in a history."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, ending where the assistant is to speak. BadRequest when the template refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        limit_s: float = math.inf,
+    ) -> str:
+        """The prompt, ending where the assistant is to speak. `variables` are what clients may set besides.
+
+        BadRequest when the template refuses; `OutOfTime` after `limit_s` seconds.
+        """
+        self._environment.due.at = time.monotonic() + limit_s
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(
-                **self._special, messages=messages, add_generation_prompt=True
-            ):
+            given = {
+                **(variables or {}),
+                **self._special,
+                "messages": messages,
+                "add_generation_prompt": True,
+            }
+            if tools:
+                given["tools"] = tools
+            for part in self._template.generate(given):
+                self._environment.tick()
                 parts.append(part)
                 size += len(part)
                 if size > self._most:

@@ -20,7 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fleet.errors import BadRequest
 from router.text.detokenize import Vocabulary
-from router.text.template import ChatTemplate
+from router.text.template import ChatTemplate, OutOfTime
+
+_INLINE_S = 0.02
+"""Seconds that a chat template may take on the event loop."""
+_QUEUE_S = 30.0
+"""Seconds that a rendering may wait for a thread, beyond its own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,14 @@ class TextSettings:
     """Threads that encode long texts and render long histories; each holds a tokenizer of its own."""
     inline_characters: int = 4096
     """Texts up to this length are encoded on the event loop: about 1 ms, less than a thread would cost."""
+    template_seconds: float = 2.0
+    """Longest a chat template may take for one request, seconds."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError(f"threads is {self.threads}; at least 1 is needed")
+        if not self.template_seconds > 0:
+            raise ValueError(f"template_seconds is {self.template_seconds}; a time above 0 is needed")
 
 
 class ModelText:
@@ -136,15 +145,24 @@ class ModelText:
             # The library calls a string with half a surrogate pair no string.
             raise BadRequest(f"{param} is not valid Unicode", param=param) from error
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a conversation. BadRequest: the model has no template, or it refuses."""
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation. BadRequest: the model has no template, it refuses, or it takes
+        longer than `text.template_seconds`. `variables` are what the template sees besides."""
         if self.template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions with a prompt", param="messages"
             )
         size = sum(len(message["content"]) for message in messages)
-        if size <= self._settings.inline_characters:
-            return self.template.render(messages)
+        if size <= self._settings.inline_characters and not tools:
+            try:
+                return self.template.render(messages, tools, variables, _INLINE_S)
+            except OutOfTime:
+                pass  # once more, where it holds up nobody
         if size > self.most_characters:
             raise BadRequest(
                 f"the messages have {size} characters: more than the {self.context} tokens of the model's "
@@ -152,7 +170,19 @@ class ModelText:
                 param="messages",
                 code="context_length_exceeded",
             )
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.template.render, messages)
+        limit_s = self._settings.template_seconds
+        rendering = asyncio.get_running_loop().run_in_executor(
+            self._pool, self.template.render, messages, tools, variables, limit_s
+        )
+        try:
+            # The template looks at the time itself; whatever keeps it from that is left to itself.
+            return await asyncio.wait_for(rendering, limit_s + _QUEUE_S)
+        except (OutOfTime, TimeoutError):
+            raise BadRequest(
+                f"the model's chat template took more than {limit_s:g} s for these messages "
+                "(setting text.template_seconds)",
+                param="messages",
+            ) from None
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """All at once, by the library itself."""
