@@ -66,6 +66,8 @@ class StepPlan:
     prompts: tuple[PromptChunk, ...]
     draws: Tensor
     """Rows that draw, in the order of the batch's chunks."""
+    scores: Tensor
+    """Rows whose next token is known and scored (`Chunk.targets`), in the order of the batch's chunks."""
 
 
 def plan_step(chunks: Sequence[Chunk], layout: KvLayout, device: torch.device) -> StepPlan:
@@ -105,8 +107,9 @@ def plan_step(chunks: Sequence[Chunk], layout: KvLayout, device: torch.device) -
         pages = table[: layout.blocks_for(start + count)]
         of_heads = pages * block_pages + np.arange(2 * heads)[:, None]
         prompts.append(PromptChunk(int(row), count, start, _tensor(of_heads.ravel(), device)))
-    row_of = {chunk: int(firsts[row]) + counts[row] - 1 for row, chunk in enumerate(order)}
-    draws = np.asarray([row_of[i] for i, chunk in enumerate(chunks) if chunk.draw], dtype=np.int64)
+    first_of = {chunk: int(firsts[row]) for row, chunk in enumerate(order)}
+    draws = [first_of[i] + len(chunk.tokens) - 1 for i, chunk in enumerate(chunks) if chunk.draw]
+    scores = [first_of[i] + k for i, chunk in enumerate(chunks) for k in range(len(chunk.targets))]
     return StepPlan(
         tokens=_tensor(tokens, device),
         positions=_tensor(positions, device),
@@ -114,7 +117,8 @@ def plan_step(chunks: Sequence[Chunk], layout: KvLayout, device: torch.device) -
         fresh=_tensor(blocks[offsets == 0], device),
         decodes=tuple(decodes),
         prompts=tuple(prompts),
-        draws=_tensor(draws, device),
+        draws=_tensor(np.asarray(draws, dtype=np.int64), device),
+        scores=_tensor(np.asarray(scores, dtype=np.int64), device),
     )
 
 

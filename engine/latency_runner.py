@@ -157,10 +157,13 @@ class LatencyRunner:
         """Reads and writes KV at the end of its time, so that a block given away too early is noticed."""
         await asyncio.sleep(self.latency.step_s(batch))
         tokens = tuple(self._compute(chunk) for chunk in batch.chunks)
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if any(chunk.targets for chunk in batch.chunks):
+            scores = tuple(self._scores(chunk) for chunk in batch.chunks)
         if all(chunk.sampling.logprobs < 0 for chunk in batch.chunks):
-            return BatchResult(tokens)
+            return BatchResult(tokens, scores=scores)
         pairs = zip(batch.chunks, tokens, strict=True)
-        return BatchResult(tokens, tuple(self._logprobs(chunk, token) for chunk, token in pairs))
+        return BatchResult(tokens, tuple(self._logprobs(chunk, token) for chunk, token in pairs), scores)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -194,6 +197,11 @@ class LatencyRunner:
         kv = np.array(values, dtype=np.uint64)
         self._words[blocks, 0, positions % size] = (kv & np.uint64(0xFFFFFFFF)).astype(np.uint32)
         self._words[blocks, 1, positions % size] = (kv >> np.uint64(32)).astype(np.uint32)
+
+    def _scores(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
+        """Made up of the KV before each token, so that wrong KV shows."""
+        kv = (self._read(chunk, chunk.start + k) for k in range(len(chunk.targets)))
+        return tuple(TokenLogprobs(-(value % 1000) / 100) for value in kv)
 
     def _logprobs(self, chunk: Chunk, token: int | None) -> TokenLogprobs | None:
         """Made up, but well formed: the drawn token is the likeliest, each further half as likely."""

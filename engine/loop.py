@@ -221,7 +221,7 @@ class Engine:
         return self._scheduler.fail(error)
 
     def _tell(self, report: StepReport) -> None:
-        if report.started or report.drawn or report.held or report.finished or report.events:
+        if report != StepReport():
             self._sink(report)
 
     def _settle(self) -> None:

@@ -39,11 +39,15 @@ def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[Token
     drawn = tokens.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
     if raw is not None:
-        for row, found in zip(
-            asked, _logprobs(raw, [drawn[row] for row in asked], asked, chunks), strict=True
-        ):
+        wanted = [(drawn[row], chunks[row].sampling.logprobs) for row in asked]
+        for row, found in zip(asked, _logprobs(raw, wanted), strict=True):
             logprobs[row] = found
     return drawn, logprobs
+
+
+def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
+    """Of known tokens: a row of `logits` for each (token, how many of the most likely ones beside it)."""
+    return _logprobs(torch.log_softmax(logits, dim=-1), wanted)
 
 
 def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
@@ -158,11 +162,10 @@ def _likely(scaled: Tensor, limits: Sequence[tuple[int, float]]) -> tuple[Tensor
         size = min(size * 8, vocabulary)
 
 
-def _logprobs(
-    raw: Tensor, drawn: Sequence[int], asked: Sequence[int], chunks: Sequence[Chunk]
-) -> list[TokenLogprobs]:
-    counts = [min(chunks[row].sampling.logprobs, raw.shape[1]) for row in asked]
-    own = raw.gather(1, torch.tensor(drawn, device=raw.device).unsqueeze(1)).squeeze(1).tolist()
+def _logprobs(raw: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
+    counts = [min(count, raw.shape[1]) for _, count in wanted]
+    index = torch.tensor([token for token, _ in wanted], device=raw.device)
+    own = raw.gather(1, index.unsqueeze(1)).squeeze(1).tolist()
     values, tokens = (found.tolist() for found in raw.topk(max(counts), dim=-1))
     return [
         TokenLogprobs(own[i], tuple(zip(tokens[i][:count], values[i][:count], strict=True)))

@@ -27,6 +27,7 @@ from engine.words import (
     Held,
     NewSequence,
     Reservation,
+    Scored,
     StepReport,
 )
 from fleet.block_hash import block_hashes
@@ -170,21 +171,32 @@ class Scheduler:
         """What the step in flight brought. Raises `Internal`, changing nothing, when the result does not
         fit the batch; it is then to be failed."""
         assert self._flight is not None, "no step is in flight"
-        if len(result.tokens) != len(self._flight) or len(result.logprobs) not in (0, len(self._flight)):
+        count = len(self._flight)
+        if len(result.tokens) != count or {len(result.logprobs), len(result.scores)} - {0, count}:
             raise Internal(f"the runner answered {len(result.tokens)} of {len(self._flight)} chunks")
-        for (_, chunk), token in zip(self._flight, result.tokens, strict=True):
+        scores = result.scores or ((),) * len(self._flight)
+        for (_, chunk), token, found in zip(self._flight, result.tokens, scores, strict=True):
             if chunk.draw and token is None:
                 raise Internal("the runner drew no token where one was to be drawn")
+            if len(found) != len(chunk.targets):
+                raise Internal(f"the runner scored {len(found)} of {len(chunk.targets)} prompt tokens")
         flight, self._flight = self._flight, None
         drawn: list[Drawn] = []
         held: list[Held] = []
+        scored: list[Scored] = []
         logprobs = result.logprobs or (None,) * len(flight)
-        for (sequence, chunk), token, logprob in zip(flight, result.tokens, logprobs, strict=True):
+        for (sequence, chunk), token, logprob, found in zip(
+            flight, result.tokens, logprobs, scores, strict=True
+        ):
             sequence.in_flight = False
             self._computed(sequence, chunk)
             if sequence.cancelled:
                 self._finish(sequence, FinishReason.CANCELLED)
-            elif chunk.draw and token is not None:
+                continue
+            if new := found[max(0, sequence.scored - chunk.start - 1) :]:
+                scored.append(Scored(sequence.id, sequence.scored, new))
+                sequence.scored += len(new)
+            if chunk.draw and token is not None:
                 sequence.tokens.append(token)
                 drawn.append(Drawn(sequence.id, token, logprob))
                 finish = sequence.ends_with(self._max_tokens)
@@ -193,7 +205,7 @@ class Scheduler:
                 elif finish is not None:
                     self._finish(sequence, finish)
         self.counters.generated_tokens += len(drawn)
-        return self._report(tuple(drawn), tuple(held))
+        return self._report(tuple(drawn), tuple(held), tuple(scored))
 
     def fail(self, error: FleetError) -> StepReport:
         """The step in flight failed: so do its sequences, and only they."""
@@ -337,7 +349,8 @@ class Scheduler:
         """Blocks for all known tokens of a waiting sequence, and how many of them are in the cache."""
         known = len(sequence.tokens)
         # At least the last token is computed, because its logits are needed.
-        hits = self.pool.lookup(sequence.names, (known - 1) // self._block_size)
+        most = 0 if sequence.scoring else (known - 1) // self._block_size
+        hits = self.pool.lookup(sequence.names, most)
         return self._blocks_for(known - 1 if sequence.fill else known), hits
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -425,7 +438,7 @@ class Scheduler:
         """Takes over blocks that others have computed since it was admitted, instead of computing them."""
         size = self._block_size
         start, rest = divmod(sequence.computed, size)
-        if rest or not self.pool.caching:
+        if rest or not self.pool.caching or sequence.scoring:
             return
         end = self.pool.lookup(sequence.names, (len(sequence.tokens) - 1) // size, start)
         if end > start:
@@ -458,6 +471,7 @@ class Scheduler:
             # Costs O(context) a step.
             tuple(known) if draw and sequence.penalised else (),
             sequence.prompt_length,
+            tuple(known[start + 1 : min(end + 1, sequence.prompt_length)]) if sequence.scoring else (),
         )
 
     # What a step brought.
@@ -538,10 +552,12 @@ class Scheduler:
         self._slots.append(sequence.slot)
         sequence.slot = -1
 
-    def _report(self, drawn: tuple[Drawn, ...] = (), held: tuple[Held, ...] = ()) -> StepReport:
+    def _report(
+        self, drawn: tuple[Drawn, ...] = (), held: tuple[Held, ...] = (), scored: tuple[Scored, ...] = ()
+    ) -> StepReport:
         started, self._started = tuple(self._started), []
         finished, self._finished = tuple(self._finished), []
-        return StepReport(started, drawn, held, finished, self.pool.take_events())
+        return StepReport(started, drawn, held, finished, self.pool.take_events(), scored)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)

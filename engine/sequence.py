@@ -55,6 +55,8 @@ class Sequence:
     """Tokens that were computed before a preemption threw them away."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache before the first start."""
+    scored: int = 0
+    """Prompt tokens whose log-probabilities were told or are not wanted; the first one has none."""
     started: bool = False
     in_flight: bool = False
     penalised: bool = False
@@ -76,6 +78,7 @@ class Sequence:
             hold=new.hold,
             fill=new.fill,
             arrival=arrival,
+            scored=1 if s.prompt_logprobs >= 0 and not (new.generated or new.fill) else len(new.prompt),
             penalised=bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0),
         )
 
@@ -83,6 +86,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens left to compute before the next one can be drawn; at least 1 while it lives."""
         return len(self.tokens) - self.computed
+
+    @property
+    def scoring(self) -> bool:
+        """Its prompt has to be computed, cached or not: log-probabilities come of it."""
+        return self.scored < self.prompt_length
 
     @property
     def table(self) -> tuple[int, ...]:

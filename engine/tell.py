@@ -11,10 +11,13 @@ from fleet.stages import Stage
 
 
 def tell(report: StepReport, stream_of: Callable[[str], Stream | None]) -> dict[str, Drawn]:
-    """Started, tokens and ends go out; returns the drawn tokens of held sequences: a role says those."""
+    """Started, scores, tokens and ends go out; returns what held sequences drew: a role says that."""
     for id in report.started:
         if (stream := stream_of(id)) is not None:
             stream.started(Stage.PREFILL_STARTED)
+    for scored in report.scored:
+        if (stream := stream_of(scored.id)) is not None:
+            stream.scored(scored.start, scored.logprobs)
     held = {item.id for item in report.held}
     kept: dict[str, Drawn] = {}
     for drawn in report.drawn:

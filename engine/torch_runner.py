@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import torch
 
 from engine import sampler
-from engine.attention import KvPool, plan_step
+from engine.attention import KvPool, StepPlan, plan_step
 from engine.models.llama import Llama
-from engine.words import Batch, BatchResult
+from engine.words import Batch, BatchResult, Chunk
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.request import TokenLogprobs
+
+_SCORED = 128
+"""Prompt tokens scored at a time: their logits are 128 × vocabulary × 4 bytes."""
 
 
 class TorchRunner:
@@ -57,15 +62,32 @@ class TorchRunner:
         """The same, at once and in the caller's thread."""
         chunks = batch.chunks
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draw]
-        logits = self._model.forward(plan_step(chunks, self._pool.layout, self._device), self._pool)
+        plan = plan_step(chunks, self._pool.layout, self._device)
+        hidden = self._model.forward(plan, self._pool)
+        scores = self._score(hidden, plan, chunks)
         if not drawing:
-            return BatchResult((None,) * len(chunks))
+            return BatchResult((None,) * len(chunks), scores=scores)
+        logits = self._model.logits(hidden, plan.draws)
         drawn, found = sampler.draw(logits, [chunks[index] for index in drawing])
         tokens: list[int | None] = [None] * len(chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
         for index, token, probability in zip(drawing, drawn, found, strict=True):
             tokens[index], logprobs[index] = token, probability
-        return BatchResult(tuple(tokens), tuple(logprobs) if any(found) else ())
+        return BatchResult(tuple(tokens), tuple(logprobs) if any(found) else (), scores)
+
+    def _score(
+        self, hidden: torch.Tensor, plan: StepPlan, chunks: Sequence[Chunk]
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """Log-probabilities of the prompt tokens that chunks ask for."""
+        if not len(plan.scores):
+            return ()
+        wanted = [(target, c.sampling.prompt_logprobs) for c in chunks for target in c.targets]
+        found: list[TokenLogprobs] = []
+        for first in range(0, len(wanted), _SCORED):
+            logits = self._model.logits(hidden, plan.scores[first : first + _SCORED])
+            found += sampler.score(logits, wanted[first : first + _SCORED])
+        each = iter(found)
+        return tuple(tuple(islice(each, len(chunk.targets))) for chunk in chunks)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)

@@ -49,6 +49,15 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of prompt tokens from position `start` on; each position is told once, in order."""
+
+    id: str
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """A `hold` sequence is computed: its blocks stay until released. Its `Drawn` is in the same step."""
 
@@ -75,7 +84,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """All that happened in one step, in order: started, drawn, held, finished; and the cache's changes."""
+    """All that happened in one step, in order: started, scored, drawn, held, finished; and what changed in
+    the cache."""
 
     started: tuple[str, ...] = ()
     """Sequences whose first tokens were scheduled in this step."""
@@ -83,6 +93,7 @@ class StepReport:
     held: tuple[Held, ...] = ()
     finished: tuple[Finished, ...] = ()
     events: tuple[KvEvent, ...] = ()
+    scored: tuple[Scored, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,8 @@ class Chunk:
     """Prompt and generated tokens; given only where penalties need them."""
     prompt_length: int = 0
     """How many of `history` are prompt. Position of the token drawn is `start + len(tokens)`."""
+    targets: tuple[int, ...] = ()
+    """Prompt tokens whose log-probabilities are wanted: the first follows the first of `tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +134,8 @@ class BatchResult:
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = field(default=())
     """Empty when no chunk asked."""
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
+    """One entry a chunk, as long as its `targets`; empty when no chunk has any."""
 
 
 class CancelledSequence(FleetError):

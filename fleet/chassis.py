@@ -27,6 +27,7 @@ from fleet.handoff import (
     Prefilled,
     PrefillJob,
     Release,
+    Scored,
     Started,
     Token,
     ToWorker,
@@ -77,6 +78,10 @@ class Stream:
 
     def started(self, stage: Stage) -> None:
         self._outlet.started.append(Started(self.number, stage))
+        self._outlet.wake()
+
+    def scored(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._outlet.scored.append(Scored(self.number, start, logprobs))
         self._outlet.wake()
 
     def token(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -146,6 +151,7 @@ class _Outlet:
         self.open = True
         self.streams: dict[int, Stream] = {}
         self.started: list[Started] = []
+        self.scored: list[Scored] = []
         self.prefilled: list[Prefilled] = []
         self.tokens: list[Token] = []
         self.ended: list[Ended] = []
@@ -158,8 +164,14 @@ class _Outlet:
 
     def _flush(self) -> None:
         self._waking = False
-        frame = Frame(tuple(self.started), tuple(self.prefilled), tuple(self.tokens), tuple(self.ended))
-        for pending in (self.started, self.prefilled, self.tokens, self.ended):
+        frame = Frame(
+            tuple(self.started),
+            tuple(self.prefilled),
+            tuple(self.tokens),
+            tuple(self.ended),
+            tuple(self.scored),
+        )
+        for pending in (self.started, self.scored, self.prefilled, self.tokens, self.ended):
             pending.clear()
         if self.open:
             self.end.send(frame)

@@ -87,6 +87,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of prompt tokens, as a step computed them: said before the first token."""
+
+    stream: int
+    start: int
+    """Position in the prompt of the first of them; the token at 0 has none."""
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """The prompt is computed; the first token; where its KV waits (None: the request ended with it).
 
@@ -125,10 +135,11 @@ class Ended:
 class Frame:
     """All that one engine step has to say to one router; sent as one message.
 
-    Order within: started, prefilled, tokens, ended.
+    Order within: started, scored, prefilled, tokens, ended.
     """
 
     started: tuple[Started, ...] = ()
     prefilled: tuple[Prefilled, ...] = ()
     tokens: tuple[Token, ...] = ()
     ended: tuple[Ended, ...] = ()
+    scored: tuple[Scored, ...] = ()

@@ -32,6 +32,8 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int = -1
     """-1: none; 0: of the drawn token; n: of the n most likely tokens too."""
+    prompt_logprobs: int = -1
+    """The same for each token of the prompt but the first. Such a prompt is computed, whatever is cached."""
 
 
 class ConstraintKind(StrEnum):

@@ -30,7 +30,17 @@ from fleet.errors import (
     WorkerLost,
     error_named,
 )
-from fleet.handoff import CancelReason, DecodeJob, Ended, KvTicket, Prefilled, PrefillJob, Started, Token
+from fleet.handoff import (
+    CancelReason,
+    DecodeJob,
+    Ended,
+    KvTicket,
+    Prefilled,
+    PrefillJob,
+    Scored,
+    Started,
+    Token,
+)
 from fleet.ids import Incarnation, LeaseId, WorkerId
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Stage, Timeline
@@ -121,6 +131,8 @@ class _Run:
         self.tie = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest(), "little")
         self.due = timeline.start + request.deadline_s
         self.generated: list[int] = []
+        self.scores: list[TokenLogprobs] = []
+        """Of the prompt's tokens after the first, until they are told with the first token."""
         self.cached_tokens = 0
         self.leg: _Leg | None = None
         self.ticket: KvTicket | None = None
@@ -158,6 +170,8 @@ class _Run:
                             case Started(_, stage):
                                 if stage in _STAGES:
                                     self.timeline.mark(_STAGES[stage], self.loop.time())
+                            case Scored():
+                                self._scored(said)
                             case Token(_, token, logprobs):
                                 yield self._token(leg, token, logprobs)
                             case Prefilled():
@@ -342,6 +356,17 @@ class _Run:
 
     # -- what a leg says
 
+    def _scored(self, said: Scored) -> None:
+        """A leg that follows a lost one begins again; what is known is not taken twice."""
+        known = len(self.scores) + 1
+        if said.start > known:
+            raise Internal(f"the worker scored prompt tokens from {said.start} on; {known} was the next")
+        self.scores += said.logprobs[known - said.start :]
+
+    def _told(self) -> tuple[TokenLogprobs, ...]:
+        scores, self.scores = tuple(self.scores), []
+        return scores
+
     def _token(self, leg: _Leg, token: int, logprobs: TokenLogprobs | None) -> RunToken:
         self.generated.append(token)
         if len(self.generated) <= 2:
@@ -352,7 +377,7 @@ class _Run:
             self._arm()  # From now on the limit is that between tokens.
         if self.ticket is not None:
             self._release()  # The decode worker goes on: the KV is there.
-        return RunToken(token, logprobs)
+        return RunToken(token, logprobs, self._told())
 
     def _prefilled(self, leg: _Leg, said: Prefilled) -> RunToken:
         now = self.loop.time()
@@ -367,7 +392,7 @@ class _Run:
         self._drop_leg(CancelReason.MOVED)
         self.generated.append(said.token)
         self.timeline.mark(Stage.FIRST_TOKEN, now)
-        return RunToken(said.token, said.logprobs)
+        return RunToken(said.token, said.logprobs, self._told())
 
     def _ended(self, leg: _Leg, said: Ended) -> RunEnd:
         """Raises when it is no good end."""

@@ -19,6 +19,7 @@ from fleet.handoff import (
     Prefilled,
     PrefillJob,
     Release,
+    Scored,
     Started,
     Token,
     ToWorker,
@@ -31,7 +32,7 @@ from router.settings import WatchSettings
 
 log = logging.getLogger(__name__)
 
-Said = Started | Prefilled | Token | Ended
+Said = Started | Scored | Prefilled | Token | Ended
 
 
 class Stream:
@@ -202,6 +203,9 @@ class Link:
         for started in frame.started:
             if (stream := streams.get(started.stream)) is not None:
                 stream.put(started, now)
+        for scored in frame.scored:
+            if (stream := streams.get(scored.stream)) is not None:
+                stream.put(scored, now)
         for prefilled in frame.prefilled:
             if (stream := streams.pop(prefilled.stream, None)) is not None:
                 stream.put(prefilled, now)

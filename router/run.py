@@ -17,6 +17,8 @@ class RunToken:
 
     token: int
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first token, where they were asked for: of each token of the prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True)

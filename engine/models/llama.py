@@ -182,7 +182,7 @@ class Llama:
         self._rope = table.to(device=self._embedding.device, dtype=self._embedding.dtype)
 
     def forward(self, plan: StepPlan, pool: KvPool) -> Tensor:
-        """Logits of the rows that draw, `[rows, vocabulary]`, float32; writes the KV of every token."""
+        """Last hidden state of every row, `[rows, hidden]`; writes the KV of every token."""
         config = self.config
         width = (config.hidden,)
         rotated = config.heads + config.kv_heads
@@ -199,10 +199,12 @@ class Llama:
             hidden = hidden + layer.out(attended.view(count, -1))
             gate, up = layer.gate_up(rms_norm(hidden, width, layer.mlp_norm, config.epsilon)).chunk(2, dim=-1)
             hidden = hidden + layer.down(silu(gate).mul_(up))
-        if not len(plan.draws):
-            return hidden.new_empty((0, config.vocabulary), dtype=torch.float32)
-        drawn = rms_norm(hidden[plan.draws], width, self._norm, config.epsilon)
-        return self._head(drawn).float()
+        return hidden
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """`[rows, vocabulary]`, float32, of these rows of a last hidden state."""
+        found = rms_norm(hidden[rows], (self.config.hidden,), self._norm, self.config.epsilon)
+        return self._head(found).float()
 
 
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> None:

@@ -41,6 +41,7 @@ from fleet.handoff import (
     Prefilled,
     PrefillJob,
     Release,
+    Scored,
     Started,
     Token,
     ToWorker,
@@ -321,6 +322,7 @@ def decode_to_worker(data: bytes) -> ToWorker:
 # --- the frame: tokens as columns ---
 
 _STARTED = _shape(Started, pb.Started)
+_SCORED = _shape(Scored, pb.Scored)
 _PREFILLED = _shape(Prefilled, pb.Prefilled)
 _ENDED = _shape(Ended, pb.Ended)
 _stream_of, _token_of, _logprobs_of = attrgetter("stream"), attrgetter("token"), attrgetter("logprobs")
@@ -346,6 +348,8 @@ def encode_frame(frame: Frame) -> bytes:
         message.prefilled.extend(map(_PREFILLED.pack, frame.prefilled))
     if frame.ended:
         message.ended.extend(map(_ENDED.pack, map(_sayable, frame.ended)))
+    if frame.scored:
+        message.scored.extend(map(_SCORED.pack, frame.scored))
     return _bytes(message)
 
 
@@ -365,6 +369,7 @@ def decode_frame(data: bytes) -> Frame:
             prefilled=tuple(map(_PREFILLED.unpack, message.prefilled)),
             tokens=_tokens(message),
             ended=tuple(map(_ENDED.unpack, message.ended)),
+            scored=tuple(map(_SCORED.unpack, message.scored)),
         )
     except ValueError as error:
         raise Malformed(str(error)) from None

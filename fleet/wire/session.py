@@ -325,7 +325,8 @@ class _WorkerEnd:
 
 
 def _items(frame: Frame) -> int:
-    return len(frame.started) + len(frame.prefilled) + len(frame.tokens) + len(frame.ended)
+    scored = sum(len(said.logprobs) for said in frame.scored)
+    return len(frame.started) + scored + len(frame.prefilled) + len(frame.tokens) + len(frame.ended)
 
 
 def _pack_frames(outbox: deque[Frame]) -> tuple[bytes, int]:
@@ -341,10 +342,12 @@ def _pack_frames(outbox: deque[Frame]) -> tuple[bytes, int]:
 
 
 def merge(frames: list[Frame]) -> Frame:
-    """One frame for several. The order within each stream stands: started, prefilled, tokens, ended."""
+    """One frame for several. The order within each stream stands: started, scored, prefilled, tokens,
+    ended."""
     return Frame(
         started=tuple(chain.from_iterable(frame.started for frame in frames)),
         prefilled=tuple(chain.from_iterable(frame.prefilled for frame in frames)),
         tokens=tuple(chain.from_iterable(frame.tokens for frame in frames)),
         ended=tuple(chain.from_iterable(frame.ended for frame in frames)),
+        scored=tuple(chain.from_iterable(frame.scored for frame in frames)),
     )

@@ -22,6 +22,7 @@ from fleet.handoff import (
     Prefilled,
     PrefillJob,
     Release,
+    Scored,
     Started,
     Token,
     ToWorker,
@@ -72,6 +73,7 @@ SAMPLING = st.builds(
     stop_token_ids=COUNTS,
     ignore_eos=st.booleans(),
     logprobs=st.integers(-1, 100),
+    prompt_logprobs=st.integers(-1, 100),
 )
 REQUEST = st.builds(
     Request,
@@ -114,6 +116,7 @@ FRAME = st.builds(
     ),
     tuples(st.builds(Token, COUNT, COUNT, st.none() | LOGPROBS)) | tuples(st.builds(Token, COUNT, COUNT)),
     tuples(st.builds(Ended, COUNT, FINISH, st.none() | USAGE, TEXT, TEXT)),
+    tuples(st.builds(Scored, COUNT, COUNT, tuples(LOGPROBS))),
 )
 EVENT = st.one_of(st.from_type(BlocksStored), st.from_type(BlocksDropped), st.just(Cleared())).map(
     lambda event: event if isinstance(event, Cleared) else replace(event, hashes=(0, 5, 2**64 - 1))
@@ -175,8 +178,8 @@ def test_drain_comes_back_unchanged(limit_s: float, state: MemberState) -> None:
 
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
-    drawn = {Sampling: 14, Request: 9, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
-    drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 4, KvEvents: 4, KvSnapshot: 4}
+    drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
+    drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 5, Scored: 3, KvEvents: 4, KvSnapshot: 4}
     drawn |= {KvDigest: 3, LoadReport: 15, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn
 
