@@ -25,7 +25,7 @@ class Admission:
         """
         if len(self._due) >= self._settings.max_requests:
             raise Overloaded(
-                f"{len(self._due)} requests are under way, the most this router takes; come back later",
+                f"{len(self._due)} requests are under way here, the limit (setting flow.max_requests)",
                 retry_after_s=self._settings.retry_after_s,
             )
         assert request.id not in self._due, f"request {request.id} is under way already"

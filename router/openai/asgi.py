@@ -271,6 +271,11 @@ class _Exchange:
                 f"the headers have {size} bytes; the limit is {settings.max_header_bytes} "
                 "(setting http.max_header_bytes)"
             )
+        if len(self._scope["headers"]) > settings.max_headers:
+            return HeadersTooLarge(
+                f"there are {len(self._scope['headers'])} headers; the limit is {settings.max_headers} "
+                "(setting http.max_headers)"
+            )
         if self._prepare is None:
             return None
         if self._scope["method"] != "POST":

@@ -12,6 +12,7 @@ from fleet.request import Usage
 from router.openai.job import Endpoint, choices_of, usage_object
 from router.openai.messages import ChatBody, Message
 from router.openai.sampling import check_sequences
+from router.openai.settings import HttpSettings
 from router.openai.stream import Choice, Job
 from router.text.answer import LoggedToken
 from router.text.detokenize import Vocabulary
@@ -26,7 +27,6 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
     """BadRequest names the field; nothing has been started."""
     settings = endpoint.settings
     n = body.n or 1
-    check_sequences(1, n, settings)
     if not body.messages:
         raise BadRequest("messages must hold at least one message", param="messages")
     if len(body.messages) > settings.max_messages:
@@ -47,12 +47,15 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
             param="max_completion_tokens",
         )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    share = check_sequences(1, n, max_tokens, settings)
     if max_tokens == 0:
         raise BadRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
-    prompt = await text.encode(await text.render(history(body.messages, text)), add_special=False,
-                               param="messages")  # fmt: skip
+    rendered = await text.render(history(body.messages, text), variables=template_variables(body, settings))
+    prompt = await text.encode(rendered, add_special=False, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    choices = choices_of(body, text, endpoint, 0, tuple(prompt), n, max_tokens=max_tokens, logprobs=logprobs)
+    choices = choices_of(
+        body, text, endpoint, 0, tuple(prompt), n, max_tokens=max_tokens, share=share, logprobs=logprobs
+    )
     layout = ChatLayout(
         f"chatcmpl-{choices[0].request.id}",
         endpoint.created,
@@ -62,6 +65,20 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
         logprobs=logprobs >= 0,
     )
     return Job(layout, choices, bool(body.stream), endpoint.include_usage)
+
+
+def template_variables(body: ChatBody, settings: HttpSettings) -> dict[str, Any]:
+    """What the body sets for the chat template. BadRequest: a name that clients may not set."""
+    given = body.chat_template_kwargs or {}
+    for name in given:
+        if name not in settings.template_kwargs:
+            shown = name if len(name) < 50 else name[:50] + "…"
+            raise BadRequest(
+                f"chat_template_kwargs: {shown!r} cannot be set; allowed are "
+                f"{', '.join(settings.template_kwargs) or 'none'} (setting http.template_kwargs)",
+                param="chat_template_kwargs",
+            )
+    return given
 
 
 def history(messages: Sequence[Message], text: ModelText) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ async def prepare(body: CompletionBody, text: ModelText, endpoint: Endpoint) -> 
     """BadRequest names the field; nothing has been started."""
     n = body.n or 1
     prompts = _prompts(body)
-    check_sequences(len(prompts), n, endpoint.settings)
+    share = check_sequences(len(prompts), n, body.max_tokens, endpoint.settings)
     logprobs = -1 if body.logprobs is None else body.logprobs
     if body.echo and logprobs >= 0:
         raise BadRequest("logprobs of an echoed prompt are not supported; leave out echo", param="logprobs")
@@ -37,7 +37,9 @@ async def prepare(body: CompletionBody, text: ModelText, endpoint: Endpoint) -> 
     for at, prompt in enumerate(prompts):
         where = f"prompt[{at}]" if isinstance(body.prompt, list) and len(prompts) > 1 else "prompt"
         tokens = await _tokens(prompt, text, where)
-        group = choices_of(body, text, endpoint, at, tokens, n, max_tokens=body.max_tokens, logprobs=logprobs)
+        group = choices_of(
+            body, text, endpoint, at, tokens, n, max_tokens=body.max_tokens, share=share, logprobs=logprobs
+        )
         for choice in group:
             if body.echo:
                 choice.echo = prompt if isinstance(prompt, str) else _whole_characters(tokens, text)

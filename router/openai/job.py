@@ -50,6 +50,7 @@ def choices_of(
     n: int,
     *,
     max_tokens: int | None,
+    share: int,
     logprobs: int,
 ) -> list[Choice]:
     """The `n` answers to prompt number `at`; their seeds follow one another."""
@@ -64,6 +65,7 @@ def choices_of(
         end_tokens=text.end_tokens,
         logprobs=logprobs,
         seed=secrets.randbits(63),
+        share=share,
     )
     skip_special = body.skip_special_tokens is not False
     choices = []

@@ -97,6 +97,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
+    chat_template_kwargs: dict[str, Any] | None = None
+
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None

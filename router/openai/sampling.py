@@ -34,12 +34,17 @@ def sampling(
     end_tokens: tuple[int, ...],
     logprobs: int,
     seed: int,
+    share: int,
 ) -> Sampling:
     """For the first of the answers to one prompt; the others differ in the seed.
 
     `context` is the longest sequence in tokens, `vocabulary` the number of token ids, `logprobs` as in
-    `Sampling`, `seed` the one to take if the body gives none.
+    `Sampling`, `seed` the one to take if the body gives none, `share` the most tokens of an answer whose
+    body does not limit them.
     """
+    if prompt_tokens > settings.max_prompt_tokens:
+        param = "messages" if hasattr(body, "messages") else "prompt"
+        _at_most(prompt_tokens, settings.max_prompt_tokens, param, "max_prompt_tokens")
     if prompt_tokens >= context:
         raise BadRequest(
             f"the prompt has {prompt_tokens} tokens; the model's context is {context} tokens, "
@@ -55,7 +60,7 @@ def sampling(
             param="max_tokens",
             code="context_length_exceeded",
         )
-    most = rest if max_tokens is None else max_tokens
+    most = min(rest, share) if max_tokens is None else max_tokens
     least = body.min_tokens or 0
     if least > most:
         raise BadRequest(f"min_tokens is {least}, above max_tokens, which is {most}", param="min_tokens")
@@ -86,14 +91,23 @@ def sampling(
     )
 
 
-def check_sequences(prompts: int, n: int, settings: HttpSettings) -> None:
-    """Before anything is made `n` times."""
+def check_sequences(prompts: int, n: int, max_tokens: int | None, settings: HttpSettings) -> int:
+    """Before anything is made `n` times. Returns the most tokens that each answer may have."""
     if prompts * n > settings.max_sequences:
         raise BadRequest(
             f"n: {prompts} prompts × n = {n} are {prompts * n} answers; the limit is "
             f"{settings.max_sequences} (setting http.max_sequences)",
             param="n" if n > 1 else "prompt",
         )
+    share = settings.max_answer_tokens // (prompts * n)
+    if max_tokens is not None and max_tokens > share:
+        raise BadRequest(
+            f"max_tokens: {prompts} prompts × n = {n} × max_tokens = {max_tokens} are "
+            f"{prompts * n * max_tokens} tokens; the limit is {settings.max_answer_tokens} "
+            "(setting http.max_answer_tokens)",
+            param="max_tokens",
+        )
+    return max(1, share)
 
 
 def _logit_bias(body: Body, settings: HttpSettings, vocabulary: int) -> tuple[tuple[int, float], ...]:

@@ -32,6 +32,8 @@ class HttpSettings:
     """Longest a client may take to send a body, seconds."""
     max_header_bytes: int = 32 << 10
     """Largest request line and headers together."""
+    max_headers: int = 100
+    """Most header lines."""
     header_timeout_s: float = 10.0
     """Longest a client may take to send the headers, seconds."""
     idle_timeout_s: float = 75.0
@@ -40,6 +42,13 @@ class HttpSettings:
     """Messages in a conversation."""
     max_sequences: int = 128
     """Answers of one request: prompts × n."""
+    max_prompt_tokens: int = 1 << 20
+    """Longest prompt in tokens, whatever the model's context."""
+    max_answer_tokens: int = 1 << 20
+    """Tokens that all answers of one request may have together: prompts × n × max_tokens. A request that
+    gives no max_tokens shares them out among its answers."""
+    template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
+    """Names that clients may set for the chat template by chat_template_kwargs."""
     max_stops: int = 4
     """Stop strings; OpenAI allows as many."""
     max_stop_characters: int = 512
