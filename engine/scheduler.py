@@ -176,7 +176,7 @@ class Scheduler:
             raise Internal(f"the runner answered {len(result.tokens)} of {len(self._flight)} chunks")
         scores = result.scores or ((),) * len(self._flight)
         for (_, chunk), token, found in zip(self._flight, result.tokens, scores, strict=True):
-            if chunk.draw and token is None:
+            if chunk.draw and token is None and chunk.matcher is None:
                 raise Internal("the runner drew no token where one was to be drawn")
             if len(found) != len(chunk.targets):
                 raise Internal(f"the runner scored {len(found)} of {len(chunk.targets)} prompt tokens")
@@ -196,7 +196,9 @@ class Scheduler:
             if new := found[max(0, sequence.scored - chunk.start - 1) :]:
                 scored.append(Scored(sequence.id, sequence.scored, new))
                 sequence.scored += len(new)
-            if chunk.draw and token is not None:
+            if (refused := _refused(sequence, chunk, token)) is not None:
+                self._finish(sequence, FinishReason.FAILED, refused)
+            elif chunk.draw and token is not None:
                 sequence.tokens.append(token)
                 drawn.append(Drawn(sequence.id, token, logprob))
                 finish = sequence.ends_with(self._max_tokens)
@@ -472,6 +474,7 @@ class Scheduler:
             tuple(known) if draw and sequence.penalised else (),
             sequence.prompt_length,
             tuple(known[start + 1 : min(end + 1, sequence.prompt_length)]) if sequence.scoring else (),
+            sequence.matcher if draw else None,
         )
 
     # What a step brought.
@@ -588,4 +591,15 @@ class Scheduler:
                 code="context_length_exceeded",
             )
         if len(self._waiting) >= self._settings.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} sequences wait already (max_waiting)")
+            raise Overloaded(f"{len(self._waiting)} sequences wait already (setting engine.max_waiting)")
+
+
+def _refused(sequence: Sequence, chunk: Chunk, token: int | None) -> FleetError | None:
+    """Lets the sequence's constraint follow what was drawn; why the sequence cannot go on, if it cannot."""
+    if not chunk.draw or sequence.matcher is None:
+        return None
+    if token is None:
+        return BadRequest("the constraint leaves no token of this model that could come next")
+    if not sequence.matcher.accept(token):
+        return Internal("the token drawn is not one that the constraint allows")
+    return None
