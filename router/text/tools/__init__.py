@@ -1,0 +1,1 @@
+"""Calls of tools in a model's text: formats, and how they are found as the text comes."""
