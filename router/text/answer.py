@@ -46,8 +46,9 @@ class Answer:
         end_tokens: Collection[int] = (),
         min_tokens: int = 0,
         skip_special: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(vocabulary, prompt=prompt, skip_special=skip_special)
+        self._detokenizer = Detokenizer(vocabulary, prompt=prompt, skip_special=skip_special, keep=keep)
         self._stops = StopStrings(stops) if stops else None
         self._end_tokens = frozenset(end_tokens)
         self._min_tokens = min_tokens

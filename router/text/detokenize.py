@@ -39,11 +39,18 @@ class Detokenizer:
     __slots__ = ("_pieces", "_rest", "_skip")
 
     def __init__(
-        self, vocabulary: Vocabulary, *, prompt: Sequence[int] = (), skip_special: bool = True
+        self,
+        vocabulary: Vocabulary,
+        *,
+        prompt: Sequence[int] = (),
+        skip_special: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        """`prompt` is looked at from its end only, for a character that it leaves unfinished."""
+        """`prompt` is looked at from its end only, for a character that it leaves unfinished; `keep` are
+        control tokens that are text even if others are skipped."""
         self._pieces = vocabulary.pieces
-        self._skip: frozenset[int] = vocabulary.special if skip_special else frozenset()
+        special = vocabulary.special - keep if keep else vocabulary.special
+        self._skip: frozenset[int] = special if skip_special else frozenset()
         self._rest = b""
         """Bytes of a character that is not whole yet."""
         if prompt:

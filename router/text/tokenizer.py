@@ -20,7 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fleet.errors import BadRequest
 from router.text.detokenize import Vocabulary
+from router.text.reasoning import BEGIN, END, thinks
 from router.text.template import ChatTemplate, OutOfTime
+from router.text.tools.formats import FORMATS, format_of, shows_tools
 
 _INLINE_S = 0.02
 """Seconds that a chat template may take on the event loop."""
@@ -38,12 +40,23 @@ class TextSettings:
     """Texts up to this length are encoded on the event loop: about 1 ms, less than a thread would cost."""
     template_seconds: float = 2.0
     """Longest a chat template may take for one request, seconds."""
+    tool_parser: str = "auto"
+    """How the model writes calls of tools: auto (by its chat template), hermes, llama, mistral, mistral_args
+    or json."""
+    reasoning_parser: str = "auto"
+    """How reasoning is parted from answers: auto (by its chat template), think (`<think>`) or none."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError(f"threads is {self.threads}; at least 1 is needed")
         if not self.template_seconds > 0:
             raise ValueError(f"template_seconds is {self.template_seconds}; a time above 0 is needed")
+        for name, known in (
+            ("tool_parser", ("auto", *FORMATS)),
+            ("reasoning_parser", ("auto", "think", "none")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; there are {', '.join(known)}")
 
 
 class ModelText:
@@ -77,6 +90,20 @@ class ModelText:
             if chat_template is not None
             else None
         )
+        source = chat_template or ""
+        kind = self._settings.tool_parser
+        self.tool_format = format_of(source) if kind == "auto" else FORMATS[kind]
+        """How it writes calls of tools; None: its template shows a way that is not known here."""
+        self.shows_tools = shows_tools(source)
+        """Whether the template describes tools to the model."""
+        reasoning = self._settings.reasoning_parser
+        self.thinks = thinks(source) if reasoning == "auto" else reasoning == "think"
+        """Whether its answers may begin with reasoning."""
+        marks = {
+            mark.encode() for mark in (BEGIN, END, *(self.tool_format.specials if self.tool_format else ()))
+        }
+        self.marks = frozenset(t for t in self.vocabulary.special if self.vocabulary.piece(t) in marks)
+        """Control tokens that part an answer: needed as text where it is to be parted."""
         self._pool = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="text")
 
     @classmethod
