@@ -11,6 +11,7 @@ from fleet.errors import BadRequest
 from fleet.request import Usage
 from router.openai.job import Endpoint, choices_of, usage_object
 from router.openai.messages import ChatBody, Message
+from router.openai.prompt_scores import LOWEST, listed
 from router.openai.sampling import check_sequences
 from router.openai.settings import HttpSettings
 from router.openai.stream import Choice, Job
@@ -19,8 +20,6 @@ from router.text.detokenize import Vocabulary
 from router.text.tokenizer import ModelText
 
 _encode = msgspec.json.Encoder().encode
-_LOWEST = -9999.0
-"""JSON knows no infinity; OpenAI writes this for a token that cannot be."""
 
 
 async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
@@ -63,6 +62,7 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
         text.vocabulary,
         usage_null=endpoint.include_usage,
         logprobs=logprobs >= 0,
+        prompt_logprobs=body.prompt_logprobs,
     )
     return Job(layout, choices, bool(body.stream), endpoint.include_usage)
 
@@ -155,9 +155,19 @@ class ChatLayout:
     """`chat.completion` and `chat.completion.chunk`."""
 
     def __init__(
-        self, id: str, created: int, model: str, vocabulary: Vocabulary, *, usage_null: bool, logprobs: bool
+        self,
+        id: str,
+        created: int,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        usage_null: bool,
+        logprobs: bool,
+        prompt_logprobs: int | None = None,
     ) -> None:
+        """`prompt_logprobs`: how many of the most likely tokens to list at each token of the prompt."""
         self._vocabulary = vocabulary
+        self._prompt_logprobs = prompt_logprobs
         self._logprobs = logprobs
         self._head = {"id": id, "created": created, "model": model}
         common = _encode({**self._head, "object": "chat.completion.chunk"})[:-1]
@@ -204,8 +214,14 @@ class ChatLayout:
                     for choice in choices
                 ],
                 "usage": usage_object(usage),
+                **self._scores(choices[0]),
             }
         )
+
+    def _scores(self, choice: Choice) -> dict[str, Any]:
+        if self._prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": listed(choice, self._prompt_logprobs, self._vocabulary)}
 
     def _log(self, logged: Sequence[LoggedToken]) -> bytes:
         return _encode({"content": [self._entry(item) for item in logged], "refusal": None})
@@ -218,6 +234,6 @@ class ChatLayout:
         piece = self._vocabulary.piece(token)
         return {
             "token": piece.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LOWEST),
+            "logprob": max(logprob, LOWEST),
             "bytes": list(piece),
         }

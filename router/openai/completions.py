@@ -12,6 +12,7 @@ from fleet.handoff import CancelReason
 from fleet.request import FinishReason, Usage
 from router.openai.job import Endpoint, choices_of, usage_object
 from router.openai.messages import CompletionBody
+from router.openai.prompt_scores import LOWEST, echoed, listed
 from router.openai.sampling import check_sequences
 from router.openai.stream import Choice, Job
 from router.run import RunEnd, RunToken
@@ -20,7 +21,6 @@ from router.text.detokenize import Detokenizer, Vocabulary
 from router.text.tokenizer import ModelText
 
 _encode = msgspec.json.Encoder().encode
-_LOWEST = -9999.0
 
 
 async def prepare(body: CompletionBody, text: ModelText, endpoint: Endpoint) -> Job:
@@ -29,21 +29,23 @@ async def prepare(body: CompletionBody, text: ModelText, endpoint: Endpoint) -> 
     prompts = _prompts(body)
     share = check_sequences(len(prompts), n, body.max_tokens, endpoint.settings)
     logprobs = -1 if body.logprobs is None else body.logprobs
-    if body.echo and logprobs >= 0:
-        raise BadRequest("logprobs of an echoed prompt are not supported; leave out echo", param="logprobs")
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens must be at least 1, unless echo is true", param="max_tokens")
+    # Log-probabilities of a prompt come of its computation, which draws one token whether wanted or not.
+    silent = body.max_tokens == 0 and (logprobs >= 0 or body.prompt_logprobs is not None)
+    most = 1 if silent else body.max_tokens
     choices: list[Choice] = []
     for at, prompt in enumerate(prompts):
         where = f"prompt[{at}]" if isinstance(body.prompt, list) and len(prompts) > 1 else "prompt"
         tokens = await _tokens(prompt, text, where)
         group = choices_of(
-            body, text, endpoint, at, tokens, n, max_tokens=body.max_tokens, share=share, logprobs=logprobs
+            body, text, endpoint, at, tokens, n, max_tokens=most, share=share, logprobs=logprobs
         )
         for choice in group:
             if body.echo:
                 choice.echo = prompt if isinstance(prompt, str) else _whole_characters(tokens, text)
-            if body.max_tokens == 0:
+            choice.silent = silent
+            if body.max_tokens == 0 and not silent:
                 choice.run = _NothingToDraw(len(tokens))
         choices += group
     layout = CompletionLayout(
@@ -53,6 +55,7 @@ async def prepare(body: CompletionBody, text: ModelText, endpoint: Endpoint) -> 
         text.vocabulary,
         usage_null=endpoint.include_usage,
         logprobs=logprobs >= 0,
+        prompt_logprobs=body.prompt_logprobs,
     )
     return Job(layout, choices, bool(body.stream), endpoint.include_usage)
 
@@ -116,33 +119,47 @@ class CompletionLayout:
     """`text_completion`, whole and in pieces alike."""
 
     def __init__(
-        self, id: str, created: int, model: str, vocabulary: Vocabulary, *, usage_null: bool, logprobs: bool
+        self,
+        id: str,
+        created: int,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        usage_null: bool,
+        logprobs: bool,
+        prompt_logprobs: int | None = None,
     ) -> None:
+        """`prompt_logprobs`: how many of the most likely tokens to list at each token of the prompt."""
         self._vocabulary = vocabulary
+        self._prompt_logprobs = prompt_logprobs
         self._logprobs = logprobs
         self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
         common = b"data: " + _encode(self._head)[:-1]
         self._start = common + b',"choices":[{"index":'
         self._stop = b"}]" + (b',"usage":null' if usage_null else b"") + b"}\n\n"
         self._no_logprobs = b',"logprobs":null,"finish_reason":null' + self._stop
+        self._unfinished = b',"finish_reason":null' + self._stop
         self._usage = common + b',"choices":[],"usage":'
 
     def opening(self, choice: Choice) -> bytes:
         if not choice.echo:
             return b""
-        return self._start + b'%d,"text":' % choice.index + _encode(choice.echo) + self._no_logprobs
+        start = self._start + b'%d,"text":' % choice.index + _encode(choice.echo)
+        if not self._logprobs:
+            return start + self._no_logprobs
+        return start + b',"logprobs":' + _encode(self._log(choice, echo=True)) + self._unfinished
 
     def delta(self, choice: Choice, text: str, logged: Sequence[LoggedToken]) -> bytes:
         start = self._start + b'%d,"text":' % choice.index + _encode(text)
         if not self._logprobs:
             return start + self._no_logprobs
-        return start + b',"logprobs":' + _encode(self._log(logged)) + b',"finish_reason":null' + self._stop
+        return start + b',"logprobs":' + _encode(self._log(choice, logged)) + self._unfinished
 
     def closing(self, choice: Choice, logged: Sequence[LoggedToken]) -> bytes:
         return (
             self._start
             + b'%d,"text":"","logprobs":' % choice.index
-            + (_encode(self._log(logged)) if logged else b"null")
+            + (_encode(self._log(choice, logged)) if logged else b"null")
             + b',"finish_reason":'
             + _encode(choice.finish)
             + self._stop
@@ -159,8 +176,13 @@ class CompletionLayout:
                     {
                         "index": choice.index,
                         "text": choice.echo + "".join(choice.text),
-                        "logprobs": self._log(choice.logged) if self._logprobs else None,
+                        "logprobs": (
+                            self._log(choice, choice.logged, echo=bool(choice.echo))
+                            if self._logprobs
+                            else None
+                        ),
                         "finish_reason": choice.finish,
+                        **self._scores(choice),
                     }
                     for choice in choices
                 ],
@@ -168,15 +190,25 @@ class CompletionLayout:
             }
         )
 
-    def _log(self, logged: Sequence[LoggedToken]) -> dict[str, Any]:
+    def _scores(self, choice: Choice) -> dict[str, Any]:
+        if self._prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": listed(choice, self._prompt_logprobs, self._vocabulary)}
+
+    def _log(
+        self, choice: Choice, logged: Sequence[LoggedToken] = (), *, echo: bool = False
+    ) -> dict[str, Any]:
+        rows = echoed(choice, self._vocabulary) if echo else []
+        before, count = len(choice.echo), choice.request.sampling.logprobs
+        rows += [(item.token, item.logprobs, before + item.offset) for item in logged]
         return {
-            "tokens": [self._text(item.token) for item in logged],
-            "token_logprobs": [max(item.logprobs.logprob, _LOWEST) for item in logged],
+            "tokens": [self._text(token) for token, _, _ in rows],
+            "token_logprobs": [found and max(found.logprob, LOWEST) for _, found, _ in rows],
             "top_logprobs": [
-                {self._text(token): max(logprob, _LOWEST) for token, logprob in item.logprobs.top}
-                for item in logged
+                found and {self._text(token): max(value, LOWEST) for token, value in found.top[:count]}
+                for _, found, _ in rows
             ],
-            "text_offset": [item.offset for item in logged],
+            "text_offset": [offset for _, _, offset in rows],
         }
 
     def _text(self, token: int) -> str:

@@ -11,6 +11,7 @@ from fleet.ids import new_request_id
 from fleet.request import Request, Usage
 from router.openai.callers import ANYBODY, Caller
 from router.openai.messages import Body
+from router.openai.prompt_scores import wanted
 from router.openai.sampling import sampling, stop_strings
 from router.openai.settings import HttpSettings
 from router.openai.stream import Choice
@@ -67,6 +68,9 @@ def choices_of(
         seed=secrets.randbits(63),
         share=share,
     )
+    scored = wanted(body, logprobs, endpoint.settings)
+    if scored >= 0:
+        first = replace(first, prompt_logprobs=scored)
     skip_special = body.skip_special_tokens is not False
     choices = []
     for k in range(n):

@@ -47,6 +47,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
     best_of: Any = None
     response_format: Any = None
@@ -55,7 +56,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    prompt_logprobs: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
     logits_processors: Any = None

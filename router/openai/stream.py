@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fleet.errors import FleetError, Internal, Unavailable
 from fleet.handoff import CancelReason
-from fleet.request import FinishReason, Request, Usage
+from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Stage, Timeline
 from router.openai.errors import defect
 from router.run import Run, RunEnd
@@ -37,6 +37,10 @@ class Choice:
     text: list[str] = field(default_factory=list)
     """What was let through, where the answer is sent as a whole."""
     logged: list[LoggedToken] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token of the prompt but the first, where they were asked for."""
+    silent: bool = False
+    """Only the prompt is wanted: the one token that its computation draws is no answer."""
 
 
 class Layout(Protocol):
@@ -108,7 +112,11 @@ async def follow(choice: Choice, show: Show, now: Callable[[], float]) -> None:
                 continue  # on its way when the run was stopped
             if wants_logprobs and event.logprobs is None:
                 raise Internal("the worker sent no log-probabilities, which were asked for")
-            text = answer.feed(event.token, event.logprobs)
+            if not opened and choice.request.sampling.prompt_logprobs >= 0:
+                if len(event.prompt_logprobs) != len(choice.request.prompt) - 1:
+                    raise Internal("the worker did not send all log-probabilities of the prompt")
+                choice.prompt_logprobs = event.prompt_logprobs
+            text = "" if choice.silent else answer.feed(event.token, event.logprobs)
             if text or not opened:
                 opened = True
                 await show(choice, text, _take(answer, text))
@@ -137,7 +145,7 @@ async def _end(choice: Choice, event: RunEnd, show: Show) -> None:
         await show(choice, "", [])
     elif event.finish in (FinishReason.STOP, FinishReason.LENGTH):
         rest = answer.end(event.finish)
-        choice.finish = "stop" if answer.matched else str(event.finish)
+        choice.finish = "stop" if answer.matched else "length" if choice.silent else str(event.finish)
         await show(choice, rest, _take(answer, rest))
     elif event.finish is FinishReason.CANCELLED:
         raise Unavailable("the server stopped this request before it was done; send it again")

@@ -73,7 +73,7 @@ class ScriptedRun:
                     if sampling.logprobs >= 0:
                         top = tuple((n, -1.0 - n) for n in range(sampling.logprobs))
                         logprobs = TokenLogprobs(-0.5, top)
-                    yield RunToken(step, logprobs)
+                    yield RunToken(step, logprobs, self._scores() if drawn == 1 else ())
                     if drawn == sampling.max_tokens:
                         break
             if self._stop.is_set():
@@ -83,6 +83,14 @@ class ScriptedRun:
             yield RunEnd(finish, self._usage(drawn))
         finally:
             self.ended = True
+
+    def _scores(self) -> tuple[TokenLogprobs, ...]:
+        """Of each token of the prompt but the first, another one each."""
+        count = self.request.sampling.prompt_logprobs
+        if count < 0:
+            return ()
+        top = tuple((n, -2.0 - n) for n in range(count))
+        return tuple(TokenLogprobs(-0.25 * k, top) for k in range(1, len(self.request.prompt)))
 
     def _usage(self, drawn: int) -> Usage:
         return Usage(len(self.request.prompt), drawn, len(self.request.prompt) // 2)

@@ -217,7 +217,7 @@ REFUSED = [
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"best_of": 2}, "best_of"),
     ({"n": 0}, "n"),
     ({"n": 1_000_000}, "n"),

@@ -59,7 +59,6 @@ REFUSED = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"echo": True, "logprobs": 1}, "logprobs"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
 ]
 
