@@ -24,6 +24,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from fleet.tls import Tls
+
 T = TypeVar("T")
 
 PREFIX = "PDFLEET_"
@@ -62,6 +64,13 @@ class ControlSettings:
     """Of `etcd_user`. Flags are seen by everybody on the machine: prefer the environment."""
     etcd_ca: Path | None = None
     """PEM file of the authorities to trust; given, etcd is spoken to over TLS."""
+    tls_ca: Path | None = None
+    """PEM file of the fleet's own authority. Given with the two below, routers and workers speak to each
+    other over mutual TLS only: each shows its certificate, and none without one is heard."""
+    tls_cert: Path | None = None
+    """PEM file of this process's certificate; it must name the host that `advertise` gives."""
+    tls_key: Path | None = None
+    """PEM file of its private key."""
 
     def __post_init__(self) -> None:
         if not self.fleet or any(c in "./*>" or c.isspace() for c in self.fleet):
@@ -77,10 +86,21 @@ class ControlSettings:
             raise ValueError(f"lease_ttl_s is {self.lease_ttl_s}; etcd grants leases of 1 s or more")
         if self.bind in ("0.0.0.0", "::") and not self.advertise:
             raise ValueError(f"bind is {self.bind}: advertise must name how others reach this host")
+        if len({item is None for item in (self.tls_ca, self.tls_cert, self.tls_key)}) > 1:
+            raise ValueError("tls_ca, tls_cert and tls_key are given together or not at all")
 
     @property
     def advertised(self) -> str:
         return self.advertise or self.bind
+
+    def tls(self) -> Tls | None:
+        """For the wire. None: without. SettingsError: a file cannot be read."""
+        if self.tls_ca is None or self.tls_cert is None or self.tls_key is None:
+            return None
+        try:
+            return Tls.read(self.tls_ca, self.tls_cert, self.tls_key)
+        except OSError as error:
+            raise SettingsError(f"control.tls: {error.filename}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,12 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
         stack.push_async_callback(transfer.close)
         service = makings.serve(chassis, engine, transfer)
         server = await serve(
-            chassis, control.bind, settings.port, advertise=control.advertise, settings=settings.wire
+            chassis,
+            control.bind,
+            settings.port,
+            advertise=control.advertise,
+            settings=settings.wire,
+            tls=control.tls(),
         )
         stack.push_async_callback(server.close, 2.0)
         card = WorkerCard(

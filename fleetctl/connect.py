@@ -17,7 +17,7 @@ from fleet.wire.rpc import GrpcWire
 
 @dataclass(frozen=True, slots=True)
 class _Environment:
-    """The settings of which an operator's command takes etcd's user, password and CA."""
+    """The settings of which an operator's command takes etcd's user, password and CA, and the wire's TLS."""
 
     control: ControlSettings = field(default_factory=ControlSettings)
 
@@ -27,14 +27,16 @@ async def connected(etcd: str, own: bool = True) -> AsyncIterator[tuple[Registry
     """To the etcd at HOST:PORT, and to whatever worker a card names.
 
     An etcd that is not the supervisor's `own` may want user, password and TLS: by the environment,
-    `PDFLEET_CONTROL_ETCD_USER` and so on, as for all processes.
+    `PDFLEET_CONTROL_ETCD_USER` and so on, as for all processes. So it is with mutual TLS to workers.
     """
     try:
-        control = replace(load(_Environment, [], {} if own else os.environ).control, etcd=etcd)
+        given = load(_Environment, [], os.environ).control
+        control = replace(ControlSettings() if own else given, etcd=etcd)
+        tls = given.tls()
     except ValueError as error:
         raise BadRequest(str(error), param="etcd") from None
     registry = EtcdRegistry.of(control)
-    wire = GrpcWire()
+    wire = GrpcWire(tls=tls)
     try:
         yield registry, wire
     finally:

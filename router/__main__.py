@@ -87,7 +87,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         stack.push_async_callback(registry.close)
         bus = NatsBus(control.nats)
         stack.push_async_callback(bus.close)
-        wire = GrpcWire(settings.wire)
+        wire = GrpcWire(settings.wire, control.tls())
         stack.push_async_callback(wire.close)
         name, text = await asyncio.to_thread(load_text, settings)
         router = Router(settings, control.fleet, registry, bus, wire)
@@ -102,7 +102,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         server = await HttpServer.start(ingress, settings.http, control.bind)
         serving = tasks.create_task(server.serve())
         host = f"[{control.advertised}]" if ":" in control.advertised else control.advertised
-        url = f"http://{host}:{server.port}"
+        url = f"{'https' if settings.http.tls_cert else 'http'}://{host}:{server.port}"
         id = settings.router_id or f"router-{secrets.token_hex(3)}"
         card = {
             "id": id,

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from fleet.errors import ERRORS, FleetError, Internal, Unavailable, WorkerLost
+from fleet.tls import Tls
 from fleet.wire import WorkerService
 from fleet.wire.calls import CALLS, Caller
 from fleet.wire.session import RouterSession, WireSettings, WorkerSessions
@@ -47,18 +48,19 @@ def _options(settings: WireSettings) -> list[tuple[str, Any]]:
     ]
 
 
-def _channel(address: str, settings: WireSettings) -> grpc.aio.Channel:
+def _channel(address: str, settings: WireSettings, tls: Tls | None) -> grpc.aio.Channel:
     """The only place where channels are made."""
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            *_options(settings),
-            ("grpc.use_local_subchannel_pool", 1),  # a shared one would share back-off too
-            ("grpc.min_reconnect_backoff_ms", int(settings.connect_s * 1000)),  # limits one connect
-            ("grpc.enable_http_proxy", 0),  # workers are not behind a web proxy
-            ("grpc.enable_retries", 0),
-        ],
-    )
+    options = [
+        *_options(settings),
+        ("grpc.use_local_subchannel_pool", 1),  # a shared one would share back-off too
+        ("grpc.min_reconnect_backoff_ms", int(settings.connect_s * 1000)),  # limits one connect
+        ("grpc.enable_http_proxy", 0),  # workers are not behind a web proxy
+        ("grpc.enable_retries", 0),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def _error(address: str, status: grpc.StatusCode, details: str | None, name: str | None) -> FleetError:
@@ -135,15 +137,16 @@ def _why(error: BaseException) -> str:
 
 
 class GrpcWire(Caller):
-    """`fleet.wire.Wire` of a router or an operator."""
+    """`fleet.wire.Wire` of a router or an operator. With `tls` it speaks to no worker that lacks it."""
 
-    def __init__(self, settings: WireSettings | None = None) -> None:
+    def __init__(self, settings: WireSettings | None = None, tls: Tls | None = None) -> None:
         self._settings = settings or WireSettings()
+        self._tls = tls
         self._sessions: dict[RouterSession, None] = {}
 
     async def open(self, address: str) -> RouterSession:
         """Returns when the worker has taken the session; `WorkerLost` at once when nobody listens."""
-        channel = _channel(address, self._settings)
+        channel = _channel(address, self._settings, self._tls)
         try:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{_SERVICE}/Session")()
             async with asyncio.timeout(self._settings.connect_s):
@@ -168,7 +171,7 @@ class GrpcWire(Caller):
         return session
 
     async def call(self, address: str, name: str, data: bytes, timeout_s: float) -> bytes:
-        async with _channel(address, self._settings) as channel:
+        async with _channel(address, self._settings, self._tls) as channel:
             try:
                 method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
                 method = channel.unary_unary(f"/{_SERVICE}/{name}")
@@ -206,9 +209,11 @@ async def serve(
     *,
     advertise: str = "",
     settings: WireSettings | None = None,
+    tls: Tls | None = None,
 ) -> GrpcServer:
     """Answers for `service` at `bind`; port 0 takes a free one. Its address has `advertise`, if given,
-    for a host. OSError when the port is taken."""
+    for a host. With `tls` only callers with a certificate of its authority are heard. OSError when the
+    port is taken or the certificate is none."""
     chosen = settings or WireSettings()
     sessions = WorkerSessions(service, chosen)
     server = grpc.aio.server(
@@ -232,8 +237,13 @@ async def serve(
     }
     methods |= {name: grpc.unary_unary_rpc_method_handler(_answer(name, service)) for name in CALLS}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
+    place = f"{_host(bind)}:{port}"
     try:
-        chosen_port = server.add_insecure_port(f"{_host(bind)}:{port}")
+        if tls is None:
+            chosen_port = server.add_insecure_port(place)
+        else:
+            credentials = grpc.ssl_server_credentials([(tls.key, tls.cert)], tls.ca, require_client_auth=True)
+            chosen_port = server.add_secure_port(place, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen at {bind}:{port}: {error}") from None
     await server.start()

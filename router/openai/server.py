@@ -46,7 +46,7 @@ class HttpServer:
 
     @classmethod
     async def start(cls, ingress: Ingress, settings: HttpSettings, bind: str = "127.0.0.1") -> HttpServer:
-        """OSError: the port is taken or the address is not of this host."""
+        """OSError: the port is taken, the address is not of this host, or the certificate is none."""
         listener = socket.create_server(
             (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
         )
@@ -61,6 +61,8 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=max(1, round(settings.idle_timeout_s)),
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -17,6 +17,10 @@ class HttpSettings:
     keys_file: Path | None = None
     """File of API keys, one JSON object a line, made by `fleetctl key new`. With keys here or in
     `PDFLEET_API_KEYS` every route but /health and /ready needs one; without, anybody may ask."""
+    tls_cert: Path | None = None
+    """PEM file of the server's certificate and its chain; given with `tls_key`, only https is spoken."""
+    tls_key: Path | None = None
+    """PEM file of its private key."""
     salt_secret: str = field(default="", repr=False)
     """Keys the salts by which tenants' caches are kept apart: the same on every router of a fleet. Flags
     are seen by everybody on the machine: prefer the environment."""
@@ -76,5 +80,7 @@ class HttpSettings:
                 continue
             if value < 0 or (value == 0 and item.name not in _MAY_BE_ZERO):
                 raise ValueError(f"{item.name} is {value}; a number above 0 is needed")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are given together or not at all")
         if self.port > 65535:
             raise ValueError(f"port is {self.port}; at most 65535 is possible")
