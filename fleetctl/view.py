@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -21,10 +22,12 @@ _LOOKS = {
 }
 """Sign and colour of each state; sign and word say it too, for those who see no colour."""
 
-_BAR = 10
+_BAR = 8
 
 
 def draw(picture: FleetPicture) -> RenderableType:
+    # A column costs its padding even where it is empty, and 80 characters are soon full.
+    remarks = any(row.restarts for row in picture.workers)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for title, align in (
         ("worker", "left"),
@@ -34,7 +37,7 @@ def draw(picture: FleetPicture) -> RenderableType:
         ("waiting", "right"),
         ("KV blocks in use", "left"),
         ("pid", "right"),
-        ("", "left"),
+        *([("", "left")] if remarks else []),
     ):
         table.add_column(title, justify="right" if align == "right" else "left", no_wrap=True)
     for row in picture.workers:
@@ -46,7 +49,7 @@ def draw(picture: FleetPicture) -> RenderableType:
             _number(row.waiting),
             _usage(row),
             _number(row.pid),
-            _remark(row),
+            *([_remark(row)] if remarks else []),
         )
     if not picture.workers:
         table.add_row(Text("no worker", style="dim"))
@@ -129,4 +132,7 @@ class _Terminal(Console):
 
 
 def terminal(stderr: bool = False) -> Console:
-    return _Terminal(stderr=stderr, highlight=False)
+    console = _Terminal(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160  # a pipe has no width: nothing is cut for one
+    return console

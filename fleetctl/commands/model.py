@@ -34,25 +34,41 @@ def fetch_command(name: str, as_json: bool) -> None:
 
 def fetch(name: str) -> ModelFiles:
     """As `fleet.model_files.resolve`, with a bar on stderr where that is a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        Task,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
 
     from fleet.model_files import resolve
     from fleetctl.view import terminal
+
+    class Amount(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            if task.fields["stage"] == "convert":
+                return Text(f"{task.completed:.0f}/{task.total or 0:.0f} tensors", style="progress.download")
+            return super().render(task)
 
     console = terminal(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
-        DownloadColumn(),
+        Amount(),
         TimeRemainingColumn(),
     )
+    label = name.rstrip("/").rpartition("/")[2]  # a whole path would leave no room for the bar
     stages: dict[str, TaskID] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in stages:
-                stages[stage] = bars.add_task(f"{name}: {stage}", total=total or None)
+                stages[stage] = bars.add_task(f"{label}: {stage}", total=total or None, stage=stage)
             bars.update(stages[stage], completed=done, total=total or None)
 
         return resolve(name, progress=progress)

@@ -49,7 +49,7 @@ def test_every_worker_has_its_line() -> None:
         "ready",
         "2",
         "1",
-        "██░░░░░░░░",
+        "██░░░░░░",
         "20/80",
         "11",
     ]
@@ -70,6 +70,23 @@ def test_it_fits_a_narrow_terminal() -> None:
     lines = console_text(Console(width=80), PICTURE).splitlines()
     assert max(len(line) for line in lines) <= 80
     assert any("http://127.0.0.1:8000/v1" in line for line in lines)
+
+
+def test_counts_are_whole_in_eighty_columns() -> None:
+    row = WorkerRow(
+        "prefill-aaaaaa",
+        "prefill",
+        "draining",
+        12345,
+        running=2,
+        waiting=1,
+        blocks_free=1000,
+        blocks_total=1456,
+    )
+    text = console_text(
+        Console(width=80), FleetPicture("blue", "m", (row,), (), None, PICTURE.etcd, None, None)
+    )
+    assert "456/1456" in text
 
 
 def test_the_line_to_try_can_be_pasted() -> None:
