@@ -33,17 +33,21 @@ def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self._in_head:
-                # Complete headers are weighed exactly by the application; here only those that never end.
-                self._head_bytes += len(data)
-                if self._head_bytes > settings.max_header_bytes + 65536:
+            # Complete headers are weighed exactly by the application; here only those that never end. One
+            # read may bring a long body too: the parser gets no more at once than may still be headers.
+            while data and self._in_head and not self.transport.is_closing():
+                room = settings.max_header_bytes + 65536 - self._head_bytes
+                if room <= 0:
                     return self._refuse(
                         HeadersTooLarge(
                             f"the headers have more than {settings.max_header_bytes} bytes "
                             "(setting http.max_header_bytes)"
                         )
                     )
-            if not self.transport.is_closing():
+                part, data = data[:room], data[room:]
+                self._head_bytes += len(part)
+                super().data_received(part)
+            if data and not self.transport.is_closing():
                 super().data_received(data)
             return None
 

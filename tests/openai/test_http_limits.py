@@ -152,6 +152,12 @@ def test_long_headers(serve: Any, says: Any) -> None:
                 await asyncio.sleep(0)
             assert (await answer).startswith(b"HTTP/1.1 431")
             writer.close()
+            # A body that comes in one piece with its headers is none of them, however long it is.
+            body = json.dumps(GOOD[ROUTES[0]]) + " " * 1_000_000
+            head = f"POST {ROUTES[0]} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            reader, writer = await site.raw(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
             reader, writer = await site.raw(b"\x16\x03\x01 no http\r\n\r\n")
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 400")
