@@ -227,7 +227,9 @@ class _Run:
 
         Raises what the client is to be told when there is none: `after`, if the last leg failed.
         """
-        until = min(self.due, self.loop.time() + self.limits.worker_wait_s)
+        # What a client was given already it cannot ask for again: such a request waits for longer.
+        wait_s = self.limits.resume_wait_s if self.generated or self.lost else 0.0
+        until = min(self.due, self.loop.time() + max(wait_s, self.limits.worker_wait_s))
         while True:
             if self.verdict is not None:
                 raise self.verdict

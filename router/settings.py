@@ -94,6 +94,9 @@ class FlowSettings:
     """What a refused client is told to wait, seconds."""
     worker_wait_s: float = 0.0
     """Seconds for which a request waits for a worker when there is none; 0 fails at once with 503."""
+    resume_wait_s: float = 30.0
+    """Seconds for which a request that lost its worker, or has tokens already, waits for another: its client
+    cannot ask for the rest. Time for a worker to be started again, or to be reached again."""
     first_token_timeout_s: float = 120.0
     """Seconds from a dispatch to its first token; beyond, the worker is lost for this request."""
     token_timeout_s: float = 30.0

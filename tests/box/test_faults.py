@@ -226,3 +226,23 @@ def test_timeline_has_every_stage_of_a_hand_off() -> None:
             assert times == sorted(times)
 
     run(main(), horizon_s=60)
+
+
+def test_streams_go_on_when_the_last_decode_worker_is_lost_and_started_again() -> None:
+    async def main() -> None:
+        async with Box(1, 2) as box:
+            requests = [box.request(range(n, n + 200), Sampling(max_tokens=400), n) for n in range(12)]
+            asked = [asyncio.create_task(box.ask(request)) for request in requests]
+            await asyncio.sleep(0.6)
+            for name in ("decode-0", "decode-1"):
+                await box.kill(name)
+            assert not any(task.done() for task in asked)
+            await asyncio.sleep(10.0)
+            late = await box.ask(box.request(range(300), Sampling(max_tokens=5), 99))
+            assert isinstance(late.error, Unavailable), "its client can come again, and is told at once"
+            box.start(Role.DECODE, "decode-0")
+            for request, answer in zip(requests, await asyncio.gather(*asked), strict=True):
+                assert answer.error is None, (answer.request, answer.error)
+                assert answer.tokens == box.truth(request)
+
+    run(main(), horizon_s=3600)

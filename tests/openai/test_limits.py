@@ -30,7 +30,8 @@ STATUS = {
     "http.idle_timeout_s": "closed",
     "http.write_timeout_s": "closed", "http.deadline_s": 504, "http.drain_limit_s": "error event",
     "flow.max_requests": 429, "flow.max_failovers": 503, "flow.worker_wait_s": 503,
-    "flow.first_token_timeout_s": 503, "flow.token_timeout_s": 503, "engine.max_waiting": 429,
+    "flow.resume_wait_s": 503, "flow.first_token_timeout_s": 503, "flow.token_timeout_s": 503,
+    "engine.max_waiting": 429,
     "wire.message_bytes": 413,
 }  # fmt: skip
 """What is answered beyond the limit; 400 where nothing stands here."""
