@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.words import Batch, BatchResult, Chunk
+from engine.words import Batch, BatchResult, Chunk, Matcher
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.request import Sampling, TokenLogprobs
 
@@ -105,6 +105,20 @@ def reference_tokens(
     return drawn
 
 
+def nearest(matcher: Matcher, token: int, chunk: Chunk, position: int) -> int | None:
+    """The first token at or after the one drawn that the constraint allows, past the last one from the
+    start; an end token that is not wanted yet only where nothing else is allowed. None: none is."""
+    mask = np.zeros((1, -(-matcher.vocabulary // 32)), dtype="<i4")
+    matcher.fill(mask, 0)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
+    if chunk.sampling.ignore_eos or position - chunk.prompt_length < chunk.sampling.min_tokens:
+        others = np.setdiff1d(allowed, (*matcher.end_tokens, *chunk.sampling.stop_token_ids))
+        allowed = others if len(others) else allowed
+    if not len(allowed):
+        return None
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+
+
 @dataclass(slots=True)
 class LatencyRunner:
     """A `Runner`. `memory`: uint8 `[blocks, block_bytes]`, contiguous; a transfer layer's region, or own."""
@@ -165,6 +179,16 @@ class LatencyRunner:
         pairs = zip(batch.chunks, tokens, strict=True)
         return BatchResult(tokens, tuple(self._logprobs(chunk, token) for chunk, token in pairs), scores)
 
+    @property
+    def staged(self) -> bool:
+        return False
+
+    async def to_host(self, blocks: Sequence[int]) -> None:
+        """The pool is the memory that was given."""
+
+    async def from_host(self, blocks: Sequence[int]) -> None:
+        """The pool is the memory that was given."""
+
     async def close(self) -> None:
         """Nothing to close."""
 
@@ -179,7 +203,8 @@ class LatencyRunner:
         if not chunk.draw:
             return None
         seen = [last, *(self._read(chunk, probe) for probe in probes(end))]
-        return self.model.draw(seen, end, chunk.sampling, end - chunk.prompt_length)
+        token = self.model.draw(seen, end, chunk.sampling, end - chunk.prompt_length)
+        return token if chunk.matcher is None else nearest(chunk.matcher, token, chunk, end)
 
     def _read(self, chunk: Chunk, position: int) -> int:
         block, offset = divmod(position, self.layout.block_size)

@@ -19,16 +19,25 @@ _CACHED = 1 << 16
 """Numbers of noise that stay in a CPU's second level cache while they are made."""
 
 
-def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[TokenLogprobs | None]]:
+_LAST = -1e4
+"""Added to the logit of an end token that is not wanted yet, where a constraint may leave nothing else: far
+below every other logit, yet a number."""
+
+_BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+
+
+def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
     """Tokens and log-probabilities, one a row; `logits` is float32 `[rows, vocabulary]` and may be changed.
 
-    Order: log-probabilities of the raw logits, then bias, minimum length, penalties, temperature, top-k,
-    top-p among what is left (Holtzman et al., 2020), min-p, noise. Raises ValueError on logits that are
-    not numbers, rather than drawing a wrong token.
+    Order: log-probabilities of the raw logits, then bias, minimum length, penalties, constraint,
+    temperature, top-k, top-p among what is left (Holtzman et al., 2020), min-p, noise. The token is None
+    where a constraint allows none. Raises ValueError on logits that are not numbers, rather than drawing a
+    wrong token.
     """
     asked = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs >= 0]
     raw = torch.log_softmax(logits[asked], dim=-1) if asked else None
     _adjust(logits, chunks)
+    stuck = _constrain(logits, chunks)
     best, tokens = logits.max(dim=-1)
     if not bool(torch.isfinite(best).all()):
         bad = [row for row, value in enumerate(best.tolist()) if not np.isfinite(value)]
@@ -36,13 +45,13 @@ def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[Token
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
     if random:
         _draw_random(logits, best, tokens, random, chunks)
-    drawn = tokens.tolist()
+    drawn: list[int] = tokens.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
     if raw is not None:
         wanted = [(drawn[row], chunks[row].sampling.logprobs) for row in asked]
         for row, found in zip(asked, _logprobs(raw, wanted), strict=True):
             logprobs[row] = found
-    return drawn, logprobs
+    return [None if row in stuck else token for row, token in enumerate(drawn)], logprobs
 
 
 def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
@@ -62,11 +71,17 @@ def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
             columns.append(token)
             added.append(bias)
         made = chunk.start + len(chunk.tokens) - chunk.prompt_length
-        if sampling.min_tokens > made:
-            for token in sampling.stop_token_ids:
-                rows.append(row)
-                columns.append(token)
-                added.append(-np.inf)
+        early = sampling.stop_token_ids if sampling.min_tokens > made else ()
+        least = -np.inf
+        if chunk.matcher is not None:
+            least = _LAST
+            if early or sampling.ignore_eos:
+                # Its end cannot be ignored, as nothing may follow it; but it can be put off.
+                early = tuple({*early, *chunk.matcher.end_tokens})
+        for token in early:
+            rows.append(row)
+            columns.append(token)
+            added.append(least)
     if rows:
         device = logits.device
         index = (torch.tensor(rows, device=device), torch.tensor(columns, device=device))
@@ -74,6 +89,29 @@ def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
     for row, chunk in enumerate(chunks):
         if chunk.history:
             _penalise(logits[row], chunk)
+
+
+def _constrain(logits: Tensor, chunks: Sequence[Chunk]) -> set[int]:
+    """Tokens that a row's constraint forbids get -inf. Returns the rows where it forbids all: they keep
+    their logits."""
+    rows = [row for row, chunk in enumerate(chunks) if chunk.matcher is not None]
+    if not rows:
+        return set()
+    vocabulary = logits.shape[1]
+    masks = np.zeros((len(rows), -(-vocabulary // 32)), dtype="<i4")
+    for place, row in enumerate(rows):
+        matcher = chunks[row].matcher
+        assert matcher is not None
+        if matcher.vocabulary > vocabulary:
+            raise ValueError(f"a constraint on {matcher.vocabulary} tokens; the model has {vocabulary}")
+        matcher.fill(masks, place)
+    stuck = {row for place, row in enumerate(rows) if not masks[place].any()}
+    packed = torch.from_numpy(masks.view(np.uint8)).to(logits.device)
+    allowed = (packed.unsqueeze(-1) & _BITS.to(logits.device)).view(len(rows), -1)[:, :vocabulary]
+    for place, row in enumerate(rows):
+        if row not in stuck:
+            logits[row].masked_fill_(allowed[place] == 0, -torch.inf)
+    return stuck
 
 
 def _penalise(logits: Tensor, chunk: Chunk) -> None:

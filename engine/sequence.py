@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.words import NewSequence
+from engine.words import Matcher, NewSequence
 from fleet.block_hash import BlockHash, HashKeys
 from fleet.request import FinishReason, Sampling
 
@@ -61,6 +61,8 @@ class Sequence:
     in_flight: bool = False
     penalised: bool = False
     """Its draws need its history."""
+    matcher: Matcher | None = None
+    """Has accepted every generated token, also while the sequence waits, preempted."""
     cancelled: bool = False
     """Cancelled in flight: ends when the step does."""
     _table: tuple[int, ...] | None = None
@@ -78,6 +80,7 @@ class Sequence:
             hold=new.hold,
             fill=new.fill,
             arrival=arrival,
+            matcher=new.matcher,
             scored=1 if s.prompt_logprobs >= 0 and not (new.generated or new.fill) else len(new.prompt),
             penalised=bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0),
         )
@@ -104,6 +107,8 @@ class Sequence:
 
     def ends_with(self, max_tokens: int) -> FinishReason | None:
         """Whether the newest token is the last one; `max_tokens` is the longest sequence of the model."""
+        if self.matcher is not None and self.matcher.finished:
+            return FinishReason.STOP
         drawn = len(self.tokens) - self.prompt_length
         if drawn > self.sampling.min_tokens and self.tokens[-1] in self.sampling.stop_token_ids:
             return FinishReason.STOP

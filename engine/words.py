@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fleet.block_hash import HashKeys
 from fleet.errors import FleetError
 from fleet.events import KvEvent
 from fleet.request import FinishReason, Sampling, TokenLogprobs
+
+
+class Matcher(Protocol):
+    """How far one sequence is in what its constraint allows; always that of all its tokens so far."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that `fill` speaks of; bits beyond are 0."""
+        ...
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that `fill` allows where the sequence may end."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """An end token was accepted: nothing may follow."""
+        ...
+
+    def fill(self, mask: NDArray[np.int32], row: int) -> None:
+        """Sets `mask[row]`, int32 `[ceil(vocabulary / 32)]`, to one bit a token, the lowest first: 1 where
+        the token may come next. Never called once it is finished."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """The next token was drawn; False, changing nothing, where the constraint does not allow it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +57,8 @@ class NewSequence:
     """End after one drawn token and keep the blocks until `Engine.release(id)`: a prefill."""
     fill: bool = False
     """Reserve blocks, then wait for `Engine.filled`: KV is being brought from elsewhere."""
+    matcher: Matcher | None = None
+    """What the generated tokens must form; has accepted `generated`, and belongs to this sequence alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +152,8 @@ class Chunk:
     """How many of `history` are prompt. Position of the token drawn is `start + len(tokens)`."""
     targets: tuple[int, ...] = ()
     """Prompt tokens whose log-probabilities are wanted: the first follows the first of `tokens`."""
+    matcher: Matcher | None = None
+    """Given where a draw has to obey it. The runner asks it, and changes nothing in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +165,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """One entry a chunk; None where nothing was to be drawn."""
+    """One entry a chunk; None where nothing was to be drawn, or where a matcher allows no token at all."""
 
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = field(default=())
