@@ -30,7 +30,7 @@ from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.kv_layout import KvLayout
 from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.memory import MemoryHub as RegistryHub
-from fleet.request import Request, Sampling
+from fleet.request import Request, Sampling, TokenLogprobs
 from fleet.stages import Timeline
 from fleet.wire.memory import MemoryHub as WireHub
 from kv_transfer.loopback import LoopbackHub
@@ -57,6 +57,9 @@ class Answer:
     request: RequestId
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt, where asked for."""
     end: RunEnd | None = None
     error: FleetError | None = None
     timeline: Timeline | None = None
@@ -269,6 +272,8 @@ class Box:
                     answer.end = event
                     break
                 answer.tokens.append(event.token)
+                answer.logprobs.append(event.logprobs)
+                answer.scores += event.prompt_logprobs
                 answer.times.append(loop.time())
                 if stop_after is not None and len(answer.tokens) >= stop_after:
                     break
