@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from fleet.errors import BadRequest
-from fleet.request import Usage
-from router.openai.job import Endpoint, choices_of, usage_object
+from router.openai.chat_layout import ChatLayout, PartedLayout
+from router.openai.job import Endpoint, choices_of
 from router.openai.messages import ChatBody, Message
-from router.openai.prompt_scores import LOWEST, listed
 from router.openai.sampling import check_sequences
 from router.openai.settings import HttpSettings
-from router.openai.stream import Choice, Job
-from router.text.answer import LoggedToken
-from router.text.detokenize import Vocabulary
+from router.openai.stream import Job
+from router.openai.tools import held_to, tool_use, turns_for
+from router.text.reasoning import ThinkSplitter, opened
+from router.text.split import Split
 from router.text.tokenizer import ModelText
-
-_encode = msgspec.json.Encoder().encode
+from router.text.tools.parser import ToolParser
 
 
 async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
@@ -49,20 +49,58 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
     share = check_sequences(1, n, max_tokens, settings)
     if max_tokens == 0:
         raise BadRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
-    rendered = await text.render(history(body.messages, text), variables=template_variables(body, settings))
+    use = tool_use(body, text, settings)
+    turns, tools = turns_for(history(body.messages), use, text)
+    rendered = await text.render(turns, tools, template_variables(body, settings))
     prompt = await text.encode(rendered, add_special=False, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    parted = use is not None or text.thinks
     choices = choices_of(
-        body, text, endpoint, 0, tuple(prompt), n, max_tokens=max_tokens, share=share, logprobs=logprobs
+        body,
+        text,
+        endpoint,
+        0,
+        tuple(prompt),
+        n,
+        max_tokens=max_tokens,
+        share=share,
+        logprobs=logprobs,
+        keep=text.marks if parted else frozenset(),
     )
-    layout = ChatLayout(
-        f"chatcmpl-{choices[0].request.id}",
+    id = f"chatcmpl-{choices[0].request.id}"
+    usage_null = endpoint.include_usage
+    if not parted:
+        layout = ChatLayout(
+            id,
+            endpoint.created,
+            body.model,
+            text.vocabulary,
+            usage_null=usage_null,
+            logprobs=logprobs >= 0,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        return Job(layout, choices, bool(body.stream), endpoint.include_usage)
+    inside = text.thinks and opened(rendered)
+    held = held_to(use, choices[0].request.constraint, thinks=text.thinks, inside=inside)
+    for choice in choices:
+        choice.request = replace(choice.request, constraint=held)
+    splits = [
+        Split(
+            ThinkSplitter(inside=inside) if text.thinks else None,
+            ToolParser(use.form, use.schemas) if use else None,
+        )
+        for _ in choices
+    ]
+    layout = PartedLayout(
+        id,
         endpoint.created,
         body.model,
         text.vocabulary,
-        usage_null=endpoint.include_usage,
+        splits,
+        usage_null=usage_null,
         logprobs=logprobs >= 0,
         prompt_logprobs=body.prompt_logprobs,
+        id_length=use.form.id_length if use else 0,
     )
     return Job(layout, choices, bool(body.stream), endpoint.include_usage)
 
@@ -81,12 +119,14 @@ def template_variables(body: ChatBody, settings: HttpSettings) -> dict[str, Any]
     return given
 
 
-def history(messages: Sequence[Message], text: ModelText) -> list[dict[str, Any]]:
+def history(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates know them: one each, content always text. BadRequest names the message."""
-    return [_turn(message, f"messages[{at}]", text) for at, message in enumerate(messages)]
+    called: set[str] = set()
+    return [_turn(message, f"messages[{at}]", called) for at, message in enumerate(messages)]
 
 
-def _turn(message: Message, where: str, text: ModelText) -> dict[str, Any]:
+def _turn(message: Message, where: str, called: set[str]) -> dict[str, Any]:
+    """`called`: ids of the calls so far, to which those of this message are added."""
     # Many templates know no "developer" and would drop the message without a word; it is the newer "system".
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": _content(message, f"{where}.content")}
@@ -96,18 +136,19 @@ def _turn(message: Message, where: str, text: ModelText) -> dict[str, Any]:
         )
     if message.name is not None:
         turn["name"] = message.name
-    if message.tool_call_id is not None:
+    if message.role == "tool":
+        if message.tool_call_id not in called:
+            state = "missing" if message.tool_call_id is None else "not the id of a call before it"
+            raise BadRequest(f"{where}.tool_call_id is {state}", param=f"{where}.tool_call_id")
         turn["tool_call_id"] = message.tool_call_id
+    if message.role == "assistant" and message.reasoning_content:
+        turn["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         if message.role != "assistant":
             raise BadRequest(
                 f"{where}.tool_calls: only an assistant calls tools", param=f"{where}.tool_calls"
             )
-        if text.template is not None and not text.template.knows_tools:
-            raise BadRequest(
-                f"{where}.tool_calls: the model's chat template cannot show calls of tools",
-                param=f"{where}.tool_calls",
-            )
+        called.update(call.id for call in message.tool_calls)
         turn["tool_calls"] = [
             {
                 "id": call.id,
@@ -149,91 +190,3 @@ def _arguments(text: str) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text
-
-
-class ChatLayout:
-    """`chat.completion` and `chat.completion.chunk`."""
-
-    def __init__(
-        self,
-        id: str,
-        created: int,
-        model: str,
-        vocabulary: Vocabulary,
-        *,
-        usage_null: bool,
-        logprobs: bool,
-        prompt_logprobs: int | None = None,
-    ) -> None:
-        """`prompt_logprobs`: how many of the most likely tokens to list at each token of the prompt."""
-        self._vocabulary = vocabulary
-        self._prompt_logprobs = prompt_logprobs
-        self._logprobs = logprobs
-        self._head = {"id": id, "created": created, "model": model}
-        common = _encode({**self._head, "object": "chat.completion.chunk"})[:-1]
-        self._start = b"data: " + common + b',"choices":[{"index":'
-        self._stop = b"]" + (b',"usage":null' if usage_null else b"") + b"}\n\n"
-        self._no_logprobs = b'},"logprobs":null,"finish_reason":null}' + self._stop
-        self._usage = b"data: " + common + b',"choices":[],"usage":'
-
-    def opening(self, choice: Choice) -> bytes:
-        return self._start + b'%d,"delta":{"role":"assistant","content":""' % choice.index + self._no_logprobs
-
-    def delta(self, choice: Choice, text: str, logged: Sequence[LoggedToken]) -> bytes:
-        start = self._start + b'%d,"delta":{"content":' % choice.index + _encode(text)
-        if not self._logprobs:
-            return start + self._no_logprobs
-        return start + b'},"logprobs":' + self._log(logged) + b',"finish_reason":null}' + self._stop
-
-    def closing(self, choice: Choice, logged: Sequence[LoggedToken]) -> bytes:
-        return (
-            self._start
-            + b'%d,"delta":{},"logprobs":' % choice.index
-            + (self._log(logged) if logged else b"null")
-            + b',"finish_reason":'
-            + _encode(choice.finish)
-            + b"}"
-            + self._stop
-        )
-
-    def usage(self, usage: Usage) -> bytes:
-        return self._usage + _encode(usage_object(usage)) + b"}\n\n"
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        return _encode(
-            {
-                **self._head,
-                "object": "chat.completion",
-                "choices": [
-                    {
-                        "index": choice.index,
-                        "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                        "logprobs": msgspec.Raw(self._log(choice.logged)) if self._logprobs else None,
-                        "finish_reason": choice.finish,
-                    }
-                    for choice in choices
-                ],
-                "usage": usage_object(usage),
-                **self._scores(choices[0]),
-            }
-        )
-
-    def _scores(self, choice: Choice) -> dict[str, Any]:
-        if self._prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": listed(choice, self._prompt_logprobs, self._vocabulary)}
-
-    def _log(self, logged: Sequence[LoggedToken]) -> bytes:
-        return _encode({"content": [self._entry(item) for item in logged], "refusal": None})
-
-    def _entry(self, item: LoggedToken) -> dict[str, Any]:
-        top = [self._token(token, logprob) for token, logprob in item.logprobs.top]
-        return {**self._token(item.token, item.logprobs.logprob), "top_logprobs": top}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._vocabulary.piece(token)
-        return {
-            "token": piece.decode("utf-8", "replace"),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(piece),
-        }

@@ -53,8 +53,9 @@ def choices_of(
     max_tokens: int | None,
     share: int,
     logprobs: int,
+    keep: frozenset[int] = frozenset(),
 ) -> list[Choice]:
-    """The `n` answers to prompt number `at`; their seeds follow one another."""
+    """The `n` answers to prompt number `at`; their seeds follow one another. `keep`: see `Detokenizer`."""
     stops = stop_strings(body, endpoint.settings)
     first = sampling(
         body,
@@ -90,6 +91,7 @@ def choices_of(
             end_tokens=first.stop_token_ids,
             min_tokens=first.min_tokens,
             skip_special=skip_special,
+            keep=keep,
         )
         choices.append(Choice(at * n + k, at, k == 0, request, answer))
     return choices

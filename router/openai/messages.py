@@ -88,7 +88,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
+
+
+class FunctionSpec(msgspec.Struct, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: str
+    function: FunctionSpec | None = None
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -99,8 +112,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -124,7 +139,6 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 B = TypeVar("B", ChatBody, CompletionBody)
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
@@ -194,6 +208,9 @@ def _refuse(name: str, value: Any) -> NoReturn:
         _check_format(value)
     if name == "best_of":
         raise BadRequest("best_of must equal n: ranking of more answers is not supported", param=name)
+    if name in ("functions", "function_call"):
+        newer = "tools" if name == "functions" else "tool_choice"
+        raise BadRequest(f"{name} is deprecated and not supported; use {newer}", param=name)
     raise BadRequest(f"{name} is not supported; leave it out", param=name)
 
 

@@ -53,6 +53,10 @@ class HttpSettings:
     gives no max_tokens shares them out among its answers."""
     template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
     """Names that clients may set for the chat template by chat_template_kwargs."""
+    max_tools: int = 128
+    """Tools that a chat may offer; OpenAI allows as many."""
+    max_tool_bytes: int = 256 << 10
+    """Size of all tools as JSON, descriptions and parameters included."""
     max_stops: int = 4
     """Stop strings; OpenAI allows as many."""
     max_stop_characters: int = 512

@@ -196,9 +196,9 @@ def test_logprobs(serve: Any, says: Any, events: Any, stream: bool, asked: Any, 
 
 
 REFUSED = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format.json_schema"),
