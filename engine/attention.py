@@ -156,6 +156,7 @@ class KvPool:
                 f"wanted uint8 [blocks, {layout.block_bytes}]"
             )
         self.layout = layout
+        self.memory = memory
         self.blocks = memory.shape[0]
         values = memory.view(-1).view(torch_dtype(layout.dtype))
         self._blocks = values.view(self.blocks, -1)

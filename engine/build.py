@@ -80,11 +80,14 @@ def build_runner(
     settings: EngineSettings,
     memory: NDArray[np.uint8] | None = None,
     progress: Progress | None = None,
+    *,
+    apart: bool = False,
 ) -> Runner:
     """The runner of a model folder, or of a latency model by its name, over `memory`.
 
     `memory`: uint8 `[blocks, block_bytes]` as `plan_pool` says, contiguous. None: the runner takes its own,
-    on its device. Loading takes seconds: call it off the event loop.
+    on its device. `apart`: the pool is kept apart from `memory` on a CPU too, as it is on a device, where
+    blocks are copied when they are handed over. Loading takes seconds: call it off the event loop.
     """
     layout, blocks = plan_pool(folder, settings)
     latency = latency_model(str(folder))
@@ -94,19 +97,22 @@ def build_runner(
         return LatencyRunner(memory, layout, latency)
     folder = Path(folder)
     device = choose_device(settings.device)
+    host: torch.Tensor | None = None
     if memory is None:
         shape = (blocks, layout.block_bytes)
         pool = KvPool(layout, torch.zeros(shape, dtype=torch.uint8, device=device))
-    elif device.type == "cpu":
+    elif device.type == "cpu" and not apart:
         pool = KvPool(layout, torch.from_numpy(memory))
     else:
-        raise BadRequest(f"device {device} cannot compute in a pool in host memory yet; set device to cpu")
+        # KV is handed over from host memory, which mirrors the device's, block by block. Only blocks that
+        # are handed over ever touch its pages.
+        host = torch.from_numpy(memory)
+        pool = KvPool(layout, torch.zeros(memory.shape, dtype=torch.uint8, device=device))
     config = read_config(folder)
     with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
         model = Llama(LlamaConfig.read(config), checkpoint)
-    return TorchRunner(
-        model, pool, fingerprint(folder, config, layout), device=device, threads=settings.threads
-    )
+    identity = fingerprint(folder, config, layout)
+    return TorchRunner(model, pool, identity, device=device, threads=settings.threads, host=host)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -136,9 +142,11 @@ def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout) -> Finge
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the CPU, since KV is handed over from host memory; CUDA has to be asked for."""
+    """`auto` is CUDA where there is a device, else the CPU."""
     try:
-        device = torch.device("cpu" if name == "auto" else name)
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(name)
     except RuntimeError as error:
         raise BadRequest(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():

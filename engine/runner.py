@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.words import Batch, BatchResult
@@ -30,6 +31,20 @@ class Runner(Protocol):
     async def run(self, batch: Batch) -> BatchResult:
         """Off the event loop where it takes real time. An exception fails the sequences of this batch
         only: the engine goes on."""
+        ...
+
+    @property
+    def staged(self) -> bool:
+        """Whether the pool lies in a device's own memory, and the memory that was given (and that other
+        workers read and fill) only mirrors it, block by block: `to_host` and `from_host` then copy."""
+        ...
+
+    async def to_host(self, blocks: Sequence[int]) -> None:
+        """Returns when these blocks are in the memory that was given as they are in the pool."""
+        ...
+
+    async def from_host(self, blocks: Sequence[int]) -> None:
+        """The other way. In turn with `run`: what is asked for later happens later, cancelled or not."""
         ...
 
     async def close(self) -> None: ...

@@ -27,8 +27,17 @@ class TorchRunner:
     """
 
     def __init__(
-        self, model: Llama, pool: KvPool, fingerprint: Fingerprint, *, device: torch.device, threads: int = 1
+        self,
+        model: Llama,
+        pool: KvPool,
+        fingerprint: Fingerprint,
+        *,
+        device: torch.device,
+        threads: int = 1,
+        host: torch.Tensor | None = None,
     ) -> None:
+        """`host`: uint8 `[blocks, block_bytes]`, where the pool is not itself the memory that others read."""
+        self._host = host
         self._model, self._pool, self._fingerprint, self._device = model, pool, fingerprint, device
         # OpenMP counts threads per calling thread: to be set where the steps run.
         self._thread = ThreadPoolExecutor(1, "steps", initializer=torch.set_num_threads, initargs=(threads,))
@@ -88,6 +97,29 @@ class TorchRunner:
             found += sampler.score(logits, wanted[first : first + _SCORED])
         each = iter(found)
         return tuple(tuple(islice(each, len(chunk.targets))) for chunk in chunks)
+
+    @property
+    def staged(self) -> bool:
+        return self._host is not None
+
+    async def to_host(self, blocks: Sequence[int]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._mirror, blocks, True)
+
+    async def from_host(self, blocks: Sequence[int]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._mirror, blocks, False)
+
+    @torch.inference_mode()
+    def _mirror(self, blocks: Sequence[int], out: bool) -> None:
+        if self._host is None or not blocks:
+            return
+        # One gather and one copy each way: many small copies would each wait for the device.
+        index = torch.tensor(blocks)
+        device_index = index.to(self._device)
+        if out:
+            self._host.index_copy_(0, index, self._pool.memory.index_select(0, device_index).cpu())
+        else:
+            moved = self._host.index_select(0, index).to(self._device)
+            self._pool.memory.index_copy_(0, device_index, moved)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)

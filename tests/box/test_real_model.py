@@ -73,14 +73,16 @@ def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def box_of(folder: Path, prefill: int, router: RouterSettings, blocks: int, transport: str) -> Box:
+def box_of(
+    folder: Path, prefill: int, router: RouterSettings, blocks: int, transport: str, apart: bool = False
+) -> Box:
     settings = EngineSettings(
         block_size=16, max_batch=8, max_step_tokens=192, dtype="float32", device="cpu", threads=1
     )
 
     def replica(settings: EngineSettings) -> tuple[KvLayout, Callable[[Memory], Runner]]:
         layout, _ = plan_pool(folder, settings)
-        return layout, lambda memory: build_runner(folder, settings, memory)
+        return layout, lambda memory: build_runner(folder, settings, memory, apart=apart)
 
     return Box(
         prefill,
@@ -123,6 +125,21 @@ def test_text_of_one_prefill_and_one_decode_is_the_reference(
             assert decode["local_prefills"] == 0
             assert decode["pulls_recomputed"] == 0
             assert decode["pulled_tokens"] > sum(LENGTHS) / 2
+
+    asyncio.run(main())
+
+
+def test_text_is_the_same_from_pools_in_a_device_of_their_own(
+    folder: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    """On a CPU for want of a device: the same copies, between two memories of the host."""
+
+    async def main() -> None:
+        async with box_of(folder, 1, REMOTE, 160, "shm", apart=True) as box:
+            assert await ask_all(box, prompts[:13], twice=True) == reference[:13] * 2
+            decode = box.workers["decode-0"].load().counters  # type: ignore[index]
+            assert decode["pulls"] > 13
+            assert decode["local_prefills"] == 0
 
     asyncio.run(main())
 
