@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,3 +34,24 @@ def nats(tmp_path: Path) -> Iterator[Nats]:
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def demo_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What `fleetctl up` says of a fleet with the demo model: `url` and `model` among it. For tests that
+    leave it as they found it."""
+    state = str(tmp_path_factory.mktemp("demo"))
+
+    def fleetctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fleetctl", *arguments, "--state-dir", state]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    up = fleetctl(
+        *("up", "--detach", "--port", "0", "--prefill", "1", "--decode", "1", "--json"),
+        *("--set", f"engine.kv-memory-bytes={96 << 20}"),
+    )
+    try:
+        assert up.returncode == 0, up.stdout + up.stderr + fleetctl("logs", "--lines", "40").stdout
+        yield json.loads(up.stdout)
+    finally:
+        fleetctl("down")
