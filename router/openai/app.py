@@ -12,13 +12,15 @@ from starlette.exceptions import HTTPException
 from fleet.errors import FleetError, NotFound, Unavailable
 from router.openai.errors import MethodNotAllowed, ModelNotFound, error_body, error_headers
 from router.openai.messages import ChatBody, CompletionBody
+from router.openai.responses import ResponsesBody
+from router.openai.tokens import DetokenizeBody, EmbeddingsBody, TokenizeBody
 
 if TYPE_CHECKING:
     from router.openai.asgi import Ingress
 
 
 def admin_app(ingress: Ingress, version: str) -> FastAPI:
-    """Routes beside the two that carry the load; those are described here and served elsewhere."""
+    """Routes beside those that take bodies; those are described here and served elsewhere."""
     app = FastAPI(title="pdfleet", version=version or "0")
     created = int(time.time())
 
@@ -76,40 +78,83 @@ def admin_app(ingress: Ingress, version: str) -> FastAPI:
             return await fleet_error(request, MethodNotAllowed(request.method, request.url.path, allowed))
         return await fleet_error(request, NotFound(f"there is no route {request.url.path[:200]}"))
 
-    _describe(app)
+    _describe(app, ingress)
     return app
 
 
-def _describe(app: FastAPI) -> None:
-    """Puts the two raw routes into the OpenAPI document."""
-    bodies = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+_RAW: dict[str, tuple[type, str]] = {
+    "/v1/chat/completions": (ChatBody, "An answer to a conversation; server-sent events if stream is true."),
+    "/v1/completions": (CompletionBody, "Prompts continued; server-sent events if stream is true."),
+    "/v1/responses": (ResponsesBody, "As a chat, in the newer shape; server-sent events if stream is true."),
+    "/v1/embeddings": (EmbeddingsBody, "Always refused: these models have none."),
+    "/tokenize": (TokenizeBody, "Tokens of a prompt or of a conversation."),
+    "/detokenize": (DetokenizeBody, "Text of tokens."),
+}
+"""Routes that FastAPI does not serve."""
+
+
+def _describe(app: FastAPI, ingress: Ingress) -> None:
+    """Puts the raw routes, the shape of errors and the need of a key into the OpenAPI document."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = plain()
             schemas, components = msgspec.json.schema_components(
-                bodies.values(), ref_template="#/components/schemas/{name}"
+                [body for body, _ in _RAW.values()], ref_template="#/components/schemas/{name}"
             )
             document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-            for path, schema in zip(bodies, schemas, strict=True):
-                document["paths"][path] = {
-                    "post": {
-                        "operationId": path.removeprefix("/v1/").replace("/", "_"),
-                        "requestBody": {
-                            "required": True,
-                            "content": {"application/json": {"schema": schema}},
-                        },
-                        "responses": {
-                            "200": {
-                                "description": "The answer; server-sent events if stream is true.",
-                                "content": {"application/json": {}, "text/event-stream": {}},
-                            },
-                            "4XX": {"description": "The request is refused; error says why."},
-                        },
+            document["components"]["schemas"]["Error"] = _ERROR
+            for (path, (_, meaning)), schema in zip(_RAW.items(), schemas, strict=True):
+                document["paths"][path] = {"post": _operation(path, meaning, schema)}
+            refused = {"$ref": "#/components/schemas/Error"}
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's guess: no such status is sent
+                    operation["responses"]["default"] = {
+                        "description": "The request is refused or failed; error says why.",
+                        "content": {"application/json": {"schema": refused}},
                     }
-                }
+            if ingress.wants_keys:
+                bearer = {"type": "http", "scheme": "bearer"}
+                document["components"]["securitySchemes"] = {"key": bearer}
+                document["security"] = [{"key": []}]
+                for path in ingress.open_paths:
+                    document["paths"][path]["get"]["security"] = []
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _operation(path: str, meaning: str, schema: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": path.strip("/").removeprefix("v1/").replace("/", "_"),
+        "summary": meaning,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {},
+    }
+    if path != "/v1/embeddings":
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+        if path.startswith("/v1/"):
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["responses"]["200"] = {"description": "The answer.", "content": content}
+    return operation

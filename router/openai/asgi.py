@@ -1,6 +1,6 @@
 """The ingress as raw ASGI: reads bodies within limits, starts runs, writes answers, notices who leaves.
 
-The two routes that carry the load are served here; everything else goes to the FastAPI app.
+Routes that take bodies are served here; everything else goes to the FastAPI app.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleet.errors import FleetError, Overloaded, TooLarge
 from fleet.handoff import CancelReason
 from fleet.ids import new_request_id
 from fleet.stages import Stage, Timeline
-from router.openai import chat, completions
+from router.openai import chat, completions, responses, tokens
 from router.openai.app import admin_app
 from router.openai.callers import ANYBODY, Caller, Callers
 from router.openai.errors import (
@@ -36,8 +36,9 @@ from router.openai.job import Endpoint, include_usage
 from router.openai.messages import ChatBody, CompletionBody, decode
 from router.openai.metrics import Metrics
 from router.openai.protocol import ABORT
+from router.openai.responses import ResponsesBody
 from router.openai.settings import HttpSettings
-from router.openai.stream import DONE, Choice, Job, follow_all
+from router.openai.stream import Choice, Job, follow_all
 from router.run import Spine
 from router.text.answer import LoggedToken
 from router.text.tokenizer import ModelText
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Prepare = Callable[[bytes, Caller], Awaitable[Job]]
-"""From a body and whose it is to what it asks for."""
+Prepare = Callable[[bytes, Caller], Awaitable[Job | bytes]]
+"""From a body and whose it is to what it asks for, or at once to the response's JSON."""
 
 _CLEAN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _JSON: Headers = [(b"content-type", b"application/json")]
@@ -57,6 +58,7 @@ _EVENTS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_OPEN = frozenset(("/health", "/ready"))
 _PING = b": ping\n\n"
 _LINGER_S = 2.0
 """How long a client that is refused in the middle of its body is listened to, so that it can read why."""
@@ -90,14 +92,25 @@ class Ingress:
         self.exchanges: set[_Exchange] = set()
         self._context = context
         self._callers = Callers(keys, settings.salt_secret)
-        self._open = {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
-        """Paths that need no key. Exactly these: all else, however it is spelt, needs one."""
         self._routes: dict[str, Prepare] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completions,
+            "/v1/responses": self._responses,
+            "/v1/embeddings": self._embeddings,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
         }
         self._app = admin_app(self, version)
         self._ticking: asyncio.TimerHandle | None = None
+
+    @property
+    def wants_keys(self) -> bool:
+        return not self._callers.anybody
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """Those that need no key. Exactly these: all else, however it is spelt, needs one."""
+        return _OPEN | {"/metrics"} if self.settings.open_metrics else _OPEN
 
     def context(self, model: str) -> int:
         """Longest sequence in tokens."""
@@ -136,7 +149,7 @@ class Ingress:
 
     def _who(self, scope: Scope) -> tuple[Caller, FleetError | None]:
         """Who asks, and why that is nobody."""
-        if self._callers.anybody or scope["path"] in self._open:
+        if self._callers.anybody or scope["path"] in self.open_paths:
             return ANYBODY, None
         given = next((value for name, value in scope["headers"] if name == b"authorization"), None)
         try:
@@ -171,20 +184,37 @@ class Ingress:
         body = decode(CompletionBody, data)
         return await completions.prepare(body, self._text(body.model), self._endpoint(body, caller))
 
+    async def _responses(self, data: bytes, caller: Caller) -> Job:
+        body = responses.decode_responses(data)
+        return await responses.prepare(body, self._text(body.model), self._endpoint(body, caller))
+
+    async def _tokenize(self, data: bytes, caller: Caller) -> bytes:
+        body = tokens.decode_tokenize(data)
+        model = body.model or next(iter(self.models))
+        return await tokens.tokenize(body, self._text(model), self.settings, self.context(model))
+
+    async def _detokenize(self, data: bytes, caller: Caller) -> bytes:
+        body = tokens.decode_detokenize(data)
+        return await tokens.detokenize(body, self._text(body.model or next(iter(self.models))), self.settings)
+
+    async def _embeddings(self, data: bytes, caller: Caller) -> bytes:
+        body = tokens.decode_embeddings(data)
+        self._text(body.model)
+        raise tokens.no_embeddings(body)
+
     def _text(self, model: str) -> ModelText:
         text = self.models.get(model)
         if text is None:
             raise ModelNotFound(model, self.served())
         return text
 
-    def _endpoint(self, body: ChatBody | CompletionBody, caller: Caller) -> Endpoint:
-        return Endpoint(
-            self.settings, self.context(body.model), int(time.time()), include_usage(body), caller
-        )
+    def _endpoint(self, body: ChatBody | CompletionBody | ResponsesBody, caller: Caller) -> Endpoint:
+        usage = isinstance(body, ResponsesBody) or include_usage(body)
+        return Endpoint(self.settings, self.context(body.model), int(time.time()), usage, caller)
 
 
 class _Exchange:
-    """One request and its response on one of the two routes."""
+    """One request and its response on one of these routes."""
 
     __slots__ = (
         "_began",
@@ -319,6 +349,10 @@ class _Exchange:
             job = await self._prepare(data, self._caller)
             if self._gone:
                 return
+            if isinstance(job, bytes):
+                await self._respond(200, job, _JSON)
+                outcome = "stop"
+                return
             self._start(job, accepted, self._now())
             await (self._stream(job) if job.stream else self._whole(job))
             outcome = job.choices[0].finish
@@ -432,7 +466,7 @@ class _Exchange:
 
         await follow_all(job.choices, show, self._now)
         rest = layout.usage(job.usage()) if job.include_usage else b""
-        await self._send({"type": "http.response.body", "body": rest + DONE})
+        await self._send({"type": "http.response.body", "body": rest + job.done})
 
     def _tell_time(self, choice: Choice, now: float) -> None:
         before = self._opened.get(choice.index)
@@ -479,7 +513,8 @@ class _Exchange:
             await self._respond(error.http_status, error_body(error), [*_JSON, *error_headers(error)],
                                 linger=isinstance(error, TooLarge | SlowBody))  # fmt: skip
             return
-        await self._send({"type": "http.response.body", "body": error_event(error)})
+        failed = self._job.failed if self._job is not None else error_event
+        await self._send({"type": "http.response.body", "body": failed(error)})
 
     async def _respond(self, status: int, body: bytes, headers: Headers, linger: bool = False) -> None:
         self._started = True

@@ -141,17 +141,17 @@ class PartedLayout(ChatLayout):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        self._splits = splits
+        self.splits = splits
         self._id_length = id_length
         self._waiting: list[list[LoggedToken]] = [[] for _ in splits]
         """Log-probabilities of text that is held back."""
 
     def delta(self, choice: Choice, text: str, logged: Sequence[LoggedToken]) -> bytes:
         self._waiting[choice.index] += logged
-        return self._frames(choice, self._splits[choice.index].feed(text))
+        return self._frames(choice, self.splits[choice.index].feed(text))
 
     def closing(self, choice: Choice, logged: Sequence[LoggedToken]) -> bytes:
-        frames = self._frames(choice, self._splits[choice.index].end())
+        frames = self._frames(choice, self.splits[choice.index].end())
         return frames + super().closing(choice, [*self._waiting[choice.index], *logged])
 
     def _frames(self, choice: Choice, parts: Sequence[Part]) -> bytes:
@@ -186,7 +186,7 @@ class PartedLayout(ChatLayout):
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
-        split = self._splits[choice.index]
+        split = self.splits[choice.index]
         content = reasoning = ""
         calls: list[list[str]] = []
         for part in [*split.feed("".join(choice.text)), *split.end()]:
@@ -211,5 +211,5 @@ class PartedLayout(ChatLayout):
         return message
 
     def _finish(self, choice: Choice) -> str:
-        called = choice.finish == "stop" and self._splits[choice.index].called
+        called = choice.finish == "stop" and self.splits[choice.index].called
         return "tool_calls" if called else choice.finish

@@ -137,6 +137,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
 
 B = TypeVar("B", ChatBody, CompletionBody)
+T = TypeVar("T")
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
@@ -161,12 +162,12 @@ _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<where>.*)`)?$
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 
 
-def decode(kind: type[B], data: bytes) -> B:
-    """The body. BadRequest names the field, what was wrong and what would be right."""
+def parse(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """A body. BadRequest names the field, what was wrong and what would be right."""
     try:
         # The decoder skips fields it does not know unread; a body is UTF-8 as a whole or not JSON at all.
         data.decode()
-        body: B = _DECODERS[kind].decode(data)
+        return decoder.decode(data)
     except msgspec.ValidationError as error:
         _explain(str(error))
     except msgspec.DecodeError as error:
@@ -175,6 +176,11 @@ def decode(kind: type[B], data: bytes) -> B:
         raise BadRequest(f"the body is not valid UTF-8 at byte {error.start}") from error
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
+
+
+def decode(kind: type[B], data: bytes) -> B:
+    """As `parse`; besides, what would change the answer and is not supported is refused."""
+    body: B = parse(_DECODERS[kind], data)
     for name in REFUSED[kind]:
         value = getattr(body, name)
         if value is not None and not _says_nothing(body, name, value):

@@ -11,7 +11,7 @@ from fleet.errors import FleetError, Internal, Unavailable
 from fleet.handoff import CancelReason
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Stage, Timeline
-from router.openai.errors import defect
+from router.openai.errors import defect, error_event
 from router.run import Run, RunEnd
 from router.text.answer import Answer, LoggedToken
 
@@ -69,6 +69,10 @@ class Job:
     choices: list[Choice]
     stream: bool
     include_usage: bool
+    done: bytes = DONE
+    """What a stream that went well ends with."""
+    failed: Callable[[FleetError], bytes] = error_event
+    """What one that failed after its beginning ends with."""
 
     def usage(self) -> Usage:
         """Of the whole response: each prompt counted once."""
