@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import replace
 
+from engine.intake import Intake
 from engine.loop import Engine
 from engine.tell import tell
 from engine.words import NewSequence, StepReport
 from fleet.block_hash import HashKeys
 from fleet.chassis import Chassis, Stream
-from fleet.errors import BadRequest, FleetError, Internal, LeaseExpired, TransferFailed
+from fleet.errors import BadRequest, LeaseExpired, TransferFailed
 from fleet.events import LoadReport
 from fleet.handoff import CancelReason, DecodeJob, KvTicket
 from fleet.ids import LeaseId
@@ -31,9 +31,9 @@ class DecodeService:
     def __init__(self, chassis: Chassis, engine: Engine, transfer: Transfer, pull_limit_s: float) -> None:
         self._chassis = chassis
         self._engine = engine
+        self._intake = Intake(engine)
         self._transfer = transfer
         self._pull_limit_s = pull_limit_s
-        self._bringing: dict[str, asyncio.Task[None]] = {}
         self._counters = {
             "pulls_recomputed": 0,
             "pulled_tokens": 0,
@@ -59,7 +59,7 @@ class DecodeService:
         )
         if job.ticket is None:
             self._counters["local_prefills"] += 1
-            self._engine.add(new)
+            self._intake.add(stream, new)
             return
         if job.ticket.tokens != len(request.prompt):
             raise BadRequest(
@@ -67,18 +67,15 @@ class DecodeService:
             )
         if not job.generated:
             raise BadRequest("a ticket comes with the first token that was drawn from its KV")
-        task = asyncio.create_task(self._bring(stream, new, job.ticket))
-        self._bringing[stream.id] = task
-        task.add_done_callback(lambda done: self._brought(stream, done))
+        self._intake.start(stream, self._bring(stream, new, job.ticket))
 
     async def _bring(self, stream: Stream, new: NewSequence, ticket: KvTicket) -> None:
         """From ticket to runnable sequence. The lease is renewed from now on, also while this one queues."""
         async with self._transfer.keep(ticket):
-            try:
-                reservation = await self._engine.reserve(new)
-            except FleetError as error:
-                stream.failed(error)
+            ready = await self._intake.constrained(stream, new)
+            if ready is None:
                 return
+            reservation = await self._engine.reserve(ready)
             size = self._engine.layout.block_size
             proven = reservation.cached * size
             try:
@@ -87,6 +84,8 @@ class DecodeService:
                 if pairs:
                     stream.started(Stage.PULL_STARTED)
                     pulled = await self._transfer.pull(ticket, pairs, self._pull_limit_s)
+                    if self._engine.staged:
+                        await self._engine.from_host([own for _, own in pairs])
                     stream.started(Stage.PULL_ENDED)
                     self._measure(pulled.bytes, pulled.seconds)
                     self._counters["pulled_tokens"] += max(0, ticket.tokens - proven)
@@ -100,22 +99,13 @@ class DecodeService:
                 # Also after a cancel: the pull has ended for sure, so the blocks may be used again.
                 self._engine.filled(new.id, proven)
 
-    def _brought(self, stream: Stream, task: asyncio.Task[None]) -> None:
-        self._bringing.pop(stream.id, None)
-        if not task.cancelled() and (defect := task.exception()) is not None:
-            log.error("request %s: bringing its KV broke", stream.job.request.id, exc_info=defect)
-            self._engine.cancel(stream.id)
-            stream.failed(Internal(f"bringing the KV broke: {type(defect).__name__}"))
-
     def _measure(self, count: int, seconds: float) -> None:
         if seconds > 0:
             rate = count / seconds
             self._pull_bytes_s = rate if self._pull_bytes_s is None else 0.8 * self._pull_bytes_s + 0.2 * rate
 
     def cancel(self, stream: Stream, reason: CancelReason) -> None:
-        self._engine.cancel(stream.id)
-        if (task := self._bringing.get(stream.id)) is not None:
-            task.cancel()
+        self._intake.cancel(stream)
 
     def release(self, lease: LeaseId) -> None:
         self._transfer.release(lease)
@@ -146,4 +136,4 @@ class DecodeService:
 
     def idle(self) -> bool:
         load = self._engine.load()
-        return load.running == 0 and load.waiting == 0 and not self._bringing
+        return load.running == 0 and load.waiting == 0 and not self._intake

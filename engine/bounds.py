@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from fleet.errors import BadRequest
+from fleet.errors import BadConstraint
 from fleet.request import Constraint, ConstraintKind
 
 
@@ -38,7 +38,7 @@ class GrammarSettings:
 
 
 def prepare(constraint: Constraint, settings: GrammarSettings) -> Constraint:
-    """What is to be compiled. BadRequest: which limit it is above, or what of it cannot be enforced."""
+    """What is to be compiled. BadConstraint: which limit it is above, or what of it cannot be enforced."""
     kind, text = constraint.kind, constraint.text
     _length(kind, text, settings)
     return constraint
@@ -51,6 +51,6 @@ def _length(kind: ConstraintKind, text: str, settings: GrammarSettings) -> None:
     }.get(kind, "max_schema_characters")
     limit: int = getattr(settings, name)
     if len(text) > limit:
-        raise BadRequest(
+        raise BadConstraint(
             f"the constraint has {len(text)} characters; the limit is {limit} (setting engine.grammar.{name})"
         )

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.bounds import GrammarSettings, prepare
-from fleet.errors import BadRequest, Internal, Overloaded
+from fleet.errors import BadConstraint, BadRequest, Internal, Overloaded
 from fleet.request import Constraint, ConstraintKind
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Grammars:
         self._compiling = 0
 
     async def matcher(self, constraint: Constraint, generated: Sequence[int] = ()) -> Matcher:
-        """For a sequence that has `generated` already. BadRequest says why a constraint cannot be
+        """For a sequence that has `generated` already. BadConstraint says why a constraint cannot be
         compiled, or which limit it is above; Overloaded: too many are being compiled."""
         matcher = Matcher(await self._compiled(constraint), self.vocabulary)
         for place, token in enumerate(generated):
@@ -173,7 +173,7 @@ class Grammars:
             async with asyncio.timeout(limit):
                 return await asyncio.shield(done)
         except TimeoutError:
-            raise BadRequest(
+            raise BadConstraint(
                 f"the constraint takes more than {limit:g} s to compile "
                 "(setting engine.grammar.compile_s); make it simpler"
             ) from None
@@ -244,7 +244,7 @@ def _stand_back() -> None:
 def _explained(failure: Exception) -> Exception:
     if isinstance(failure, RuntimeError | ValueError | TypeError):
         why = _PLACE.sub("", str(failure)).strip().partition("\n")[0][:500]
-        return BadRequest(f"the constraint cannot be compiled: {why}")
+        return BadConstraint(f"the constraint cannot be compiled: {why}")
     log.error("compiling a constraint broke", exc_info=failure)
     return Internal(f"compiling the constraint broke: {type(failure).__name__}")
 

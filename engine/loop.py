@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from engine.runner import Runner
@@ -14,14 +14,19 @@ from engine.words import (
     Batch,
     CancelledSequence,
     EngineLoad,
+    Matcher,
     NewSequence,
     Reservation,
     StepReport,
 )
-from fleet.errors import FleetError, Internal, Unavailable
+from fleet.errors import BadConstraint, FleetError, Internal, Unavailable
 from fleet.kv_layout import Fingerprint, KvLayout
+from fleet.request import Constraint
 
 log = logging.getLogger(__name__)
+
+Constrain = Callable[[Constraint, Sequence[int]], Awaitable[Matcher]]
+"""`engine.grammar.Grammars.matcher`."""
 
 
 @dataclass(slots=True)
@@ -64,10 +69,18 @@ class Speeds:
 class Engine:
     """Tokens in, tokens out. All methods are called on the event loop that `run` runs on."""
 
-    def __init__(self, runner: Runner, settings: EngineSettings, sink: Callable[[StepReport], None]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        settings: EngineSettings,
+        sink: Callable[[StepReport], None],
+        constrain: Constrain | None = None,
+    ) -> None:
         """`sink` is called by `run` only, once or twice a step, and must not raise. A sequence's last word
-        is `Finished`, or `Held` for a `hold` sequence that was computed."""
+        is `Finished`, or `Held` for a `hold` sequence that was computed. Without `constrain`, constraints
+        are refused."""
         self._runner = runner
+        self._constrain = constrain
         self._sink = sink
         self._scheduler = Scheduler(
             blocks=runner.blocks,
@@ -96,6 +109,25 @@ class Engine:
     @property
     def blocks(self) -> int:
         return self._runner.blocks
+
+    @property
+    def staged(self) -> bool:
+        """Whether blocks are copied to and from the memory that other workers read: see `Runner.staged`."""
+        return self._runner.staged
+
+    async def to_host(self, blocks: Sequence[int]) -> None:
+        """Before blocks of a held sequence are lent."""
+        await self._runner.to_host(blocks)
+
+    async def from_host(self, blocks: Sequence[int]) -> None:
+        """Before `filled`, of blocks that were brought."""
+        await self._runner.from_host(blocks)
+
+    async def matcher(self, constraint: Constraint, generated: Sequence[int]) -> Matcher:
+        """For a `NewSequence` with these tokens generated. BadConstraint says why there can be none."""
+        if self._constrain is None:
+            raise BadConstraint("this model cannot be constrained in what it generates: it has no vocabulary")
+        return await self._constrain(constraint, generated)
 
     def add(self, new: NewSequence) -> None:
         """Queues a sequence that needs nothing from elsewhere. Raises `BadRequest` when it could never run

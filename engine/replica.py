@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.build import build_runner, latency_model, plan_pool
-from engine.loop import Engine
+from engine.loop import Constrain, Engine
 from engine.settings import EngineSettings
+from engine.torch_runner import TorchRunner
 from engine.words import StepReport
+from fleet.errors import BadRequest
 from fleet.model_files import resolve
 
 log = logging.getLogger(__name__)
@@ -43,4 +46,18 @@ async def load_replica(
         layout.dtype,
     )
     runner = await asyncio.to_thread(build_runner, source, settings, memory)
-    return Engine(runner, settings, sink), name
+    constrain = None
+    if isinstance(runner, TorchRunner):
+        constrain = await asyncio.to_thread(_constrain, Path(source), runner.vocabulary, settings)
+    return Engine(runner, settings, sink, constrain), name
+
+
+def _constrain(folder: Path, vocabulary: int, settings: EngineSettings) -> Constrain | None:
+    """None where the model's tokenizer is of a kind that cannot be constrained: it serves all else."""
+    from engine.grammar import Grammars, Vocabulary  # brings in xgrammar, which takes a second
+
+    try:
+        return Grammars(Vocabulary.load(folder, vocabulary), settings.grammar).matcher
+    except BadRequest as error:
+        log.warning("constraints on what is generated will be refused: %s", error.message)
+        return None

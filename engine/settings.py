@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engine.bounds import GrammarSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class EngineSettings:
     device multiplies in it, else float32. All workers that hand KV to each other need the same."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:N or auto, which is cpu: workers hand KV over from host memory, so cuda is for an
-    engine by itself."""
+    """cpu, cuda, cuda:N or auto, which is cuda where there is a device. KV on a device is copied to host
+    memory when it is handed over, and back."""
 
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""
@@ -46,6 +48,8 @@ class EngineSettings:
     prefix_cache: bool = True
     """Whether KV blocks are kept and found again by what is in them. Off costs nothing per block, for
     traffic whose prompts share no beginning."""
+
+    grammar: GrammarSettings = field(default_factory=GrammarSettings)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_memory_bytes", "max_batch", "max_waiting", "threads"):

@@ -34,6 +34,10 @@ class BadRequest(FleetError):
         self.code = code
 
 
+class BadConstraint(BadRequest):
+    """What the answer is to form cannot be enforced, or not within the limits."""
+
+
 class Unauthorized(FleetError):
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
@@ -109,6 +113,7 @@ ERRORS: dict[str, ErrorRow] = {
     error.__name__: ErrorRow(error.grpc_status, error.http_status, error)
     for error in (
         BadRequest,
+        BadConstraint,
         Unauthorized,
         NotFound,
         TooLarge,

@@ -10,6 +10,7 @@ from fleet.errors import BadRequest
 from fleet.ids import new_request_id
 from fleet.request import Request, Usage
 from router.openai.callers import ANYBODY, Caller
+from router.openai.constraints import constraint_of
 from router.openai.messages import Body
 from router.openai.prompt_scores import wanted
 from router.openai.sampling import sampling, stop_strings
@@ -72,6 +73,7 @@ def choices_of(
     scored = wanted(body, logprobs, endpoint.settings)
     if scored >= 0:
         first = replace(first, prompt_logprobs=scored)
+    constraint, field = constraint_of(body, endpoint.settings)
     skip_special = body.skip_special_tokens is not False
     choices = []
     for k in range(n):
@@ -83,6 +85,7 @@ def choices_of(
             salt=endpoint.caller.salt,
             priority=endpoint.caller.priority,
             deadline_s=endpoint.settings.deadline_s,
+            constraint=constraint,
         )
         answer = Answer(
             text.vocabulary,
@@ -93,7 +96,7 @@ def choices_of(
             skip_special=skip_special,
             keep=keep,
         )
-        choices.append(Choice(at * n + k, at, k == 0, request, answer))
+        choices.append(Choice(at * n + k, at, k == 0, request, answer, constrained_by=field or "tools"))
     return choices
 
 

@@ -49,13 +49,14 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     best_of: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
     logits_processors: Any = None
@@ -142,7 +143,6 @@ T = TypeVar("T")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "add_generation_prompt": (True,),
 }
 """Values that ask for what is done anyway; see `_says_nothing` for those that are so everywhere."""
@@ -204,41 +204,15 @@ def _says_nothing(body: Body, name: str, value: Any) -> bool:
         return bool(value == (body.n or 1))
     if any(value == harmless for harmless in _HARMLESS.get(name, ())):
         return True
-    if name in ("response_format", "add_generation_prompt"):
+    if name == "add_generation_prompt":
         return False
     return value is False or value in ("", [], {})
 
 
 def _refuse(name: str, value: Any) -> NoReturn:
-    if name == "response_format":
-        _check_format(value)
     if name == "best_of":
         raise BadRequest("best_of must equal n: ranking of more answers is not supported", param=name)
     if name in ("functions", "function_call"):
         newer = "tools" if name == "functions" else "tool_choice"
         raise BadRequest(f"{name} is deprecated and not supported; use {newer}", param=name)
     raise BadRequest(f"{name} is not supported; leave it out", param=name)
-
-
-def _check_format(value: Any) -> None:
-    """Says first what is malformed, so that a client does not wait for support of a mistake."""
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        raise BadRequest(
-            'response_format must be an object such as {"type": "text"}', param="response_format"
-        )
-    if value["type"] not in ("json_object", "json_schema"):
-        raise BadRequest(
-            "response_format.type must be text, json_object or json_schema", param="response_format.type"
-        )
-    if value["type"] == "json_schema":
-        wrapped = value.get("json_schema")
-        if not isinstance(wrapped, dict) or not isinstance(wrapped.get("name"), str):
-            raise BadRequest(
-                "response_format.json_schema must be an object with name and schema",
-                param="response_format.json_schema",
-            )
-        if not isinstance(wrapped.get("schema"), dict):
-            raise BadRequest(
-                "response_format.json_schema.schema must be an object",
-                param="response_format.json_schema.schema",
-            )

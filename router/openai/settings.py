@@ -57,6 +57,16 @@ class HttpSettings:
     """Tools that a chat may offer; OpenAI allows as many."""
     max_tool_bytes: int = 256 << 10
     """Size of all tools as JSON, descriptions and parameters included."""
+    max_schema_characters: int = 65536
+    """Length of a JSON schema or structural tag, written without spaces."""
+    max_schema_depth: int = 64
+    """How deep a JSON schema or structural tag may be nested."""
+    max_regex_characters: int = 1024
+    """Length of a regular expression: its compile time grows faster than it does."""
+    max_grammar_characters: int = 16384
+    """Length of an EBNF grammar, or of all choices together."""
+    max_choices: int = 1024
+    """Strings of which an answer must be one."""
     max_stops: int = 4
     """Stop strings; OpenAI allows as many."""
     max_stop_characters: int = 512

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fleet.errors import FleetError, Internal, Unavailable
+from fleet.errors import BadConstraint, FleetError, Internal, Unavailable
 from fleet.handoff import CancelReason
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Stage, Timeline
@@ -28,6 +28,8 @@ class Choice:
     """Whether it is the first answer to its prompt: what the prompt cost is counted there."""
     request: Request
     answer: Answer
+    constrained_by: str = ""
+    """The field of the body that says what the answer must form."""
     echo: str = ""
     """Text of the prompt, where it is to stand before the answer."""
     run: Run | None = None
@@ -128,6 +130,9 @@ async def follow(choice: Choice, show: Show, now: Callable[[], float]) -> None:
             if over:
                 await run.stop(CancelReason.STOP_STRING)
         raise Internal("the run ended without a word")
+    except BadConstraint as error:
+        # The worker knows no body.
+        raise BadConstraint(error.message, param=choice.constrained_by) from error
     finally:
         # Left in the middle, a generator would clean up whenever it is collected.
         if isinstance(events, AsyncGenerator):
