@@ -242,7 +242,9 @@ class _Run:
 
     def _try_leg(self) -> _Leg | None:
         """Chooses by what is known so far and dispatches; None: nobody can take it now."""
-        while (found := self._choose()) is not None:
+        gone: set[Incarnation] = set()
+        """Sessions that have just ended; not to be avoided when they are open again."""
+        while (found := self._choose(gone)) is not None:
             pool, choice, job = found
             link = self.flow.links.get(choice.worker)
             try:
@@ -250,7 +252,7 @@ class _Run:
                     raise WorkerLost(f"worker {choice.worker} is gone")
                 stream = link.dispatch(job)
             except WorkerLost:
-                self.avoid.add(choice.incarnation)
+                gone.add(choice.incarnation)
                 continue
             now = self.loop.time()
             self.flow.roster.sent(choice.worker, self.request.id, choice.tokens, choice.blocks)
@@ -263,7 +265,7 @@ class _Run:
             return self.leg
         return None
 
-    def _choose(self) -> tuple[Pool, Choice, PrefillJob | DecodeJob] | None:
+    def _choose(self, gone: set[Incarnation]) -> tuple[Pool, Choice, PrefillJob | DecodeJob] | None:
         now = self.loop.time()
         request = replace(self.request, deadline_s=max(0.0, self.due - now))
         cost, pools = self.flow.settings.cost, self._pools()
@@ -272,7 +274,7 @@ class _Run:
             fresh = stands > (self.limits.lease_margin_s if self.lost else 0.0)
             for pool in pools:
                 if fresh and pool.digest == self.ticket.fingerprint:
-                    choice = choose_decode(pool, self._ask(pool, now), cost, ticket=True)
+                    choice = choose_decode(pool, self._ask(pool, now, gone), cost, ticket=True)
                     if choice is not None:
                         return pool, choice, DecodeJob(0, request, tuple(self.generated), self.ticket)
             self._release()
@@ -280,7 +282,7 @@ class _Run:
             self.record.move(HandoffState.RESERVED, now, why)
         best: tuple[Pool, Choice] | None = None
         for pool in pools:
-            ask = self._ask(pool, now)
+            ask = self._ask(pool, now, gone)
             choice = (
                 choose_decode(pool, ask, cost, ticket=False)
                 if self.generated
@@ -303,13 +305,13 @@ class _Run:
             p for p in pools if (p.fingerprint.model, p.fingerprint.tokenizer) == (mine.model, mine.tokenizer)
         )
 
-    def _ask(self, pool: Pool, now: float) -> Ask:
+    def _ask(self, pool: Pool, now: float, gone: set[Incarnation]) -> Ask:
         tokens = self._needed()
         return Ask(
             tokens=tokens,
             matched=self.flow.index.match(self._hashes(pool, tokens), now),
             tie=self.tie,
-            avoid=self.avoid,
+            avoid=self.avoid | gone,
             routers=self.flow.roster.routers,
         )
 

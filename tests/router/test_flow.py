@@ -198,6 +198,26 @@ def test_a_broken_session_is_used_again_when_it_is_open_again() -> None:
     in_fleet(body, settings=replace(REMOTE, flow=FlowSettings(worker_wait_s=10.0)))
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_session_that_ends_as_a_job_is_sent_is_used_again_too(turns: int) -> None:
+    """In one of these turns of the loop the session has ended and its link does not know it yet."""
+
+    async def body(fleet: Fleet) -> None:
+        worker = fleet.workers[WorkerId("d1")]
+        fleet.wire.kill(worker.card.address)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        job = asyncio.create_task(ask(fleet, request()))
+        await asyncio.sleep(1.0)
+        fleet.wire.serve(worker, worker.card.address)
+        got = await job
+        assert (got.error, len(got.tokens)) == (None, 8)
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body, prefill=(), settings=replace(REMOTE, flow=FlowSettings(worker_wait_s=10.0)))
+
+
 def test_a_prefill_that_kept_no_kv_is_computed_again_by_the_decode_worker() -> None:
     async def body(fleet: Fleet) -> None:
         assert len((await ask_and_settle(fleet, request())).tokens) == 8
