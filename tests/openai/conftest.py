@@ -212,13 +212,17 @@ def says(text: ModelText) -> Callable[[str], Script]:
 def serve(tokenizer_json: str) -> Serve:
     @asynccontextmanager
     async def start(
-        script: Script, context: int | None = None, keys: Sequence[ApiKey] = (), **settings: Any
+        script: Script,
+        context: int | None = None,
+        keys: Sequence[ApiKey] = (),
+        model_text: ModelText | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Site]:
         spine = ScriptedSpine(script)
         http = HttpSettings(**{"port": 0, **settings})
         ingress = Ingress(
             spine,
-            {MODEL: make_text(tokenizer_json)},
+            {MODEL: model_text or make_text(tokenizer_json)},
             http,
             version="1.2.3",
             context=lambda model: context,
