@@ -85,7 +85,7 @@ class Engine:
         self._scheduler = Scheduler(
             blocks=runner.blocks,
             block_size=runner.layout.block_size,
-            max_tokens=runner.max_tokens,
+            max_tokens=self.max_tokens,
             settings=settings,
         )
         self._wake = asyncio.Event()
@@ -103,8 +103,8 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence the model allows."""
-        return self._runner.max_tokens
+        """Longest sequence: what the model allows, and all blocks hold; of the last token no KV is kept."""
+        return min(self._runner.max_tokens, self._runner.blocks * self._runner.layout.block_size + 1)
 
     @property
     def blocks(self) -> int:

@@ -366,6 +366,24 @@ def test_refusals_are_raised_at_once() -> None:
     virtual_time.run(go())
 
 
+def test_a_sequence_that_fills_all_blocks_ends_by_its_length() -> None:
+    """As at the model's own limit: a good end, and whoever asks for the longest sequence is told this one."""
+
+    async def go() -> None:
+        async with running(6) as house:
+            assert house.engine.max_tokens == 6 * SIZE + 1
+            for id, length in (("long", 6 * SIZE - 3), ("longest", 6 * SIZE)):
+                house.engine.add(new(id, range(length), 20))
+                await house.ear.end_of(id)
+                assert house.ear.finished[id].finish is FinishReason.LENGTH
+                count = 6 * SIZE + 1 - length
+                assert house.ear.tokens[id] == reference_tokens(range(length), Sampling(20), count)
+            with pytest.raises(BadRequest):
+                house.engine.add(new("longer", range(6 * SIZE + 1)))
+
+    virtual_time.run(go())
+
+
 def test_a_reservation_cancelled_while_it_waits_raises_and_ends_once() -> None:
     async def go() -> None:
         async with running(4) as house:
