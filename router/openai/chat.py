@@ -81,7 +81,8 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
         )
         return Job(layout, choices, bool(body.stream), endpoint.include_usage)
     inside = text.thinks and opened(rendered)
-    held = held_to(use, choices[0].request.constraint, thinks=text.thinks, inside=inside)
+    first = choices[0]
+    held = held_to(use, first.request.constraint, first.constrained_by, thinks=text.thinks, inside=inside)
     for choice in choices:
         choice.request = replace(choice.request, constraint=held)
     splits = [

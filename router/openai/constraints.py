@@ -140,7 +140,7 @@ def _parsed(text: str, where: str) -> Any:
 
 def _text_of(value: Any, where: str, settings: HttpSettings) -> str:
     """As JSON, in the order of the body: properties are generated in that order."""
-    _shallow(value, where, settings.max_schema_depth)
+    shallow(value, where, settings.max_schema_depth)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
@@ -150,7 +150,8 @@ def _text_of(value: Any, where: str, settings: HttpSettings) -> str:
     return text
 
 
-def _shallow(value: Any, where: str, limit: int) -> None:
+def shallow(value: Any, where: str, limit: int) -> None:
+    """BadRequest: nested more than `limit` deep."""
     layer, depth = [value], 0
     while layer := [item for item in layer if isinstance(item, dict | list)]:
         depth += 1

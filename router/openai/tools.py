@@ -12,6 +12,7 @@ import msgspec
 
 from fleet.errors import BadRequest
 from fleet.request import Constraint, ConstraintKind
+from router.openai.constraints import shallow
 from router.openai.messages import ChatBody, Tool
 from router.openai.settings import HttpSettings
 from router.text.reasoning import BEGIN, END
@@ -116,10 +117,11 @@ def _functions(tools: Sequence[Tool], settings: HttpSettings) -> dict[str, dict[
         raise BadRequest(
             f"tools: {len(tools)}; the limit is {settings.max_tools} (setting http.max_tools)", param="tools"
         )
-    try:
-        size = len(msgspec.json.encode(tools))
-    except RecursionError as error:
-        raise BadRequest("tools are nested too deeply", param="tools") from error
+    for at, tool in enumerate(tools):
+        if tool.function is not None:
+            where = f"tools[{at}].function.parameters"
+            shallow(tool.function.parameters, where, settings.max_schema_depth)
+    size = len(msgspec.json.encode(tools))
     if size > settings.max_tool_bytes:
         raise BadRequest(
             f"tools have {size} bytes; the limit is {settings.max_tool_bytes} (setting http.max_tool_bytes)",
@@ -207,26 +209,25 @@ def turns_for(
 
 
 def held_to(
-    use: ToolUse | None, answer: Constraint | None, *, thinks: bool, inside: bool
+    use: ToolUse | None, answer: Constraint | None, field: str = "", *, thinks: bool, inside: bool
 ) -> Constraint | None:
     """What holds the whole generation, where `answer` holds only what is neither reasoning nor a call.
 
-    `thinks`: reasoning may come first; `inside`: it has begun already. BadRequest: calls are required and
-    so is a form of the answer.
+    `field` of the body says what the answer must form; `thinks`: reasoning may come first; `inside`: it has
+    begun already. BadRequest: calls are required and so is a form of the answer.
     """
     if use is not None and use.required:
         if answer is not None:
             raise BadRequest(
-                "a form of the answer (response_format) and required calls of tools exclude each other",
-                param="response_format",
+                f"{field} and calls of tools that are required by tool_choice exclude each other", param=field
             )
         shape = use.shape()
     elif use is not None and answer is not None:
-        shape = {"type": "or", "elements": [use.shape(), _shape(answer)]}
+        shape = {"type": "or", "elements": [use.shape(), _shape(answer, field)]}
     elif use is not None and not use.free:
         shape = use.loose_shape()
     elif answer is not None and thinks:
-        shape = _shape(answer)
+        shape = _shape(answer, field)
     else:
         return answer
     if thinks:
@@ -238,10 +239,10 @@ def held_to(
         }
         shape = _sequence([thought if inside else {"type": "optional", "content": thought}, shape])
     tag = {"type": "structural_tag", "format": shape}
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag))
 
 
-def _shape(constraint: Constraint) -> Shape:
+def _shape(constraint: Constraint, field: str) -> Shape:
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return _json({"type": "object"})
@@ -252,7 +253,11 @@ def _shape(constraint: Constraint) -> Shape:
         case ConstraintKind.GRAMMAR:
             return {"type": "grammar", "grammar": constraint.text}
         case ConstraintKind.STRUCTURAL_TAG:
-            shape: Shape = json.loads(constraint.text)["format"]
+            shape = json.loads(constraint.text).get("format")
+            if not isinstance(shape, dict):
+                raise BadRequest(
+                    f"{field} must have a format to stand beside tools or reasoning", param=field
+                )
             return shape
 
 

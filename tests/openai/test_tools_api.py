@@ -395,6 +395,9 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": fields}]}
 
 
+DEEP = json.loads('{"type": "object", "properties": {"a": ' + '{"items": ' * 400 + "{}" + "}" * 402)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -424,6 +427,11 @@ def function(**fields: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
          "tool_choice.allowed_tools"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        (function(name="f", parameters=DEEP), "tools[0].function.parameters"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"tools": TOOLS, "response_format": {"type": "structural_tag", "format": 5}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
     ],
