@@ -14,6 +14,7 @@ import difflib
 import inspect
 import math
 import os
+import ssl
 import sys
 import textwrap
 import tomllib
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fleet.tls import Tls
+from fleet.tls import Tls, client_context
 
 T = TypeVar("T")
 
@@ -64,11 +65,14 @@ class ControlSettings:
     """Of `etcd_user`. Flags are seen by everybody on the machine: prefer the environment."""
     etcd_ca: Path | None = None
     """PEM file of the authorities to trust; given, etcd is spoken to over TLS."""
+    nats_ca: Path | None = None
+    """PEM file of the authorities to trust; given, NATS is spoken to over TLS only."""
     tls_ca: Path | None = None
     """PEM file of the fleet's own authority. Given with the two below, routers and workers speak to each
     other over mutual TLS only: each shows its certificate, and none without one is heard."""
     tls_cert: Path | None = None
-    """PEM file of this process's certificate; it must name the host that `advertise` gives."""
+    """PEM file of this process's certificate; it must name the host that `advertise` gives. Shown to etcd
+    and NATS too, where those are spoken to over TLS."""
     tls_key: Path | None = None
     """PEM file of its private key."""
 
@@ -101,6 +105,15 @@ class ControlSettings:
             return Tls.read(self.tls_ca, self.tls_cert, self.tls_key)
         except OSError as error:
             raise SettingsError(f"control.tls: {error.filename}: {error.strerror}") from None
+
+    def nats_tls(self) -> ssl.SSLContext | None:
+        """None: NATS is spoken to in plain. SettingsError: a file cannot be read."""
+        if self.nats_ca is None:
+            return None
+        try:
+            return client_context(self.nats_ca, self.tls_cert, self.tls_key)
+        except OSError as error:
+            raise SettingsError(f"control.nats_ca: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ ask a worker, nor pass for one.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,3 +25,11 @@ class Tls:
     def read(cls, ca: Path, cert: Path, key: Path) -> Tls:
         """OSError: a file cannot be read."""
         return cls(ca.read_bytes(), cert.read_bytes(), key.read_bytes())
+
+
+def client_context(ca: Path, cert: Path | None, key: Path | None) -> ssl.SSLContext:
+    """For a client that trusts `ca` alone, and shows the certificate if there is one. OSError."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if cert is not None:
+        context.load_cert_chain(cert, key)
+    return context

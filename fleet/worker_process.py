@@ -94,7 +94,7 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
     async with AsyncExitStack() as stack:
         registry = EtcdRegistry.of(control)
         stack.push_async_callback(registry.close)
-        bus = NatsBus(control.nats)
+        bus = NatsBus(control.nats, control.nats_tls())
         stack.push_async_callback(bus.close)
         chassis = Chassis(control.fleet, settings.chassis, registry, bus)
         log.info("%s worker %s starts, incarnation %s", role, worker, incarnation)

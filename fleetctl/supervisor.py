@@ -554,7 +554,8 @@ class Supervisor:
 
 def _environment(kind: Kind) -> dict[str, str]:
     # Etcd and NATS are our own and given by flags: what names another fleet's must not reach them.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PDFLEET_CONTROL_ETCD")}
+    others = ("PDFLEET_CONTROL_ETCD", "PDFLEET_CONTROL_NATS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     if kind in WORKERS:
         # Several workers share the cores; what the user set stays.
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -85,7 +85,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         registry = EtcdRegistry.of(control)
         stack.push_async_callback(registry.close)
-        bus = NatsBus(control.nats)
+        bus = NatsBus(control.nats, control.nats_tls())
         stack.push_async_callback(bus.close)
         wire = GrpcWire(settings.wire, control.tls())
         stack.push_async_callback(wire.close)

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import logging
 import random
+import ssl
+from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -33,11 +35,22 @@ _OUTBOX_BYTES = 16 * 1024 * 1024
 """Unsent bytes beyond which messages are dropped: a broker that does not read must not hold a publisher."""
 
 
+class _TlsClient(Client):  # type: ignore[misc]  # the library has no types
+    """Does not take a server's word that TLS is not needed: the library would go on in plain."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if not info.get("tls_required"):
+            raise NatsError("the server offers no TLS, which the setting control.nats_ca asks for")
+        await super()._process_info(info, initial_connection)
+
+
 class NatsBus:
     """`lost` counts messages published in vain: no broker, or one that does not read."""
 
-    def __init__(self, servers: str) -> None:
-        """Of one URL or several with commas. Must be called on a running loop; waits for nothing."""
+    def __init__(self, servers: str, tls: ssl.SSLContext | None = None) -> None:
+        """Of one URL or several with commas; with `tls` only over TLS. Must be called on a running loop;
+        waits for nothing."""
+        self._tls = tls
         self.lost = 0
         self.connections = 0
         """Times a connection was made."""
@@ -94,7 +107,7 @@ class NatsBus:
 
     async def _one_connection(self) -> None:
         """Returns when a connection that stood has ended; raises when none could be made."""
-        client = Client()
+        client = Client() if self._tls is None else _TlsClient()
         ended = asyncio.Event()
 
         async def on_end() -> None:
@@ -120,6 +133,7 @@ class NatsBus:
                     pending_size=2 * _OUTBOX_BYTES,
                     closed_cb=on_end,
                     error_cb=on_error,
+                    tls=self._tls,
                 )
             while missing := [box for box, on in self._boxes.items() if on is None or on[0] is not client]:
                 await self._attach(client, missing[0])

@@ -21,6 +21,7 @@ from aetcd import rpc
 from fleet.registry.session import CALL_LIMIT_S, StoreRegistry
 from fleet.registry.store import Change, Changes, Compacted, LeaseGone, Listing, StoreAway
 from fleet.settings import ControlSettings
+from fleet.tls import Tls
 
 _IDLE_S = 2.0
 """Silence of a watch after which the server is asked whether it is there."""
@@ -42,24 +43,42 @@ _LEADER = ("hasleader", "true")
 
 class EtcdRegistry(StoreRegistry):
     """`address` is HOST:PORT, or several with commas, tried in turn. Waits for nothing; to be made on a
-    running loop. With `ca`, a PEM file of trusted authorities, etcd is spoken to over TLS."""
+    running loop. With `ca`, a PEM file of trusted authorities, etcd is spoken to over TLS; then it is shown
+    the certificate of `tls`, if there is one."""
 
-    def __init__(self, address: str, *, user: str = "", password: str = "", ca: Path | None = None) -> None:
-        super().__init__(EtcdStore(address, user, password, ca), random.random)
+    def __init__(
+        self,
+        address: str,
+        *,
+        user: str = "",
+        password: str = "",
+        ca: Path | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        super().__init__(EtcdStore(address, user, password, ca, tls), random.random)
 
     @classmethod
     def of(cls, control: ControlSettings) -> EtcdRegistry:
-        return cls(control.etcd, user=control.etcd_user, password=control.etcd_password, ca=control.etcd_ca)
+        return cls(
+            control.etcd,
+            user=control.etcd_user,
+            password=control.etcd_password,
+            ca=control.etcd_ca,
+            tls=control.tls(),
+        )
 
 
 class EtcdStore:
     """A `fleet.registry.store.Store`."""
 
-    def __init__(self, address: str, user: str, password: str, ca: Path | None) -> None:
+    def __init__(
+        self, address: str, user: str, password: str, ca: Path | None, tls: Tls | None = None
+    ) -> None:
         self._addresses = [part.strip() for part in address.split(",") if part.strip()]
         self._user = user
         self._password = password
-        self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
+        own = (tls.key, tls.cert) if tls is not None else (None, None)
+        self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes(), *own)
         self._token: str | None = None
         self._turn = 0
         self._closed = False

@@ -160,11 +160,14 @@ class Etcd(Server):
 
 
 class Nats(Server):
-    def __init__(self, folder: Path) -> None:
+    """`options` are further flags."""
+
+    def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
         super().__init__("nats-server", folder, free_ports(1)[0])
+        self._options = options
 
     def command(self) -> Sequence[str]:
-        return [binary("nats-server"), "-a", "127.0.0.1", "-p", str(self.port)]
+        return [binary("nats-server"), "-a", "127.0.0.1", "-p", str(self.port), *self._options]
 
     @property
     def url(self) -> str:
