@@ -143,6 +143,8 @@ class _Run:
         self.pool: Pool | None = None
         """Of the first leg: a request never goes on with other weights."""
         self.avoid: set[Incarnation] = set()
+        self.refused: set[Incarnation] = set()
+        """Of those, the ones that were only full."""
         self.lost = 0
         self.verdict: Exception | None = None
         """Set from outside the reading: stopped, or overdue."""
@@ -235,10 +237,14 @@ class _Run:
                 raise self.verdict
             if (leg := self._try_leg()) is not None:
                 return leg
-            error = after or self._nobody()
-            if not isinstance(error, Unavailable) or self.loop.time() >= until:
+            error, now = after or self._nobody(), self.loop.time()
+            full = isinstance(error, Overloaded) and bool(self.generated)
+            if now >= until or not (full or isinstance(error, Unavailable)):
                 raise error
-            await self.flow.changed(until)
+            # Who was full may have room soon, and does not tell.
+            await self.flow.changed(min(until, now + self.limits.retry_after_s) if full else until)
+            self.avoid -= self.refused
+            self.refused.clear()
 
     def _try_leg(self) -> _Leg | None:
         """Chooses by what is known so far and dispatches; None: nobody can take it now."""
@@ -422,6 +428,7 @@ class _Run:
                 leg.choice.incarnation
             )  # A lost one is no candidate until its session is open again.
         if isinstance(error, Overloaded):
+            self.refused.add(leg.choice.incarnation)
             self.flow.counters["refusals"] += 1
         elif (finish := self._complete()) is not None:
             return finish

@@ -49,6 +49,26 @@ def test_a_killed_worker_costs_latency_only(victim: str, at: float) -> None:
     run(main(), horizon_s=3600)
 
 
+def test_a_stream_waits_for_room_when_its_worker_dies_and_the_other_is_full() -> None:
+    async def main() -> None:
+        engine = EngineSettings(block_size=16, max_batch=3, max_step_tokens=64, max_waiting=1)
+        async with Box(0, 2, engine=engine) as box:
+            requests = [
+                box.request(range(20), Sampling(max_tokens=400, seed=number), number) for number in range(6)
+            ]
+            asked = []
+            for request in requests:
+                asked.append(asyncio.create_task(box.ask(request)))
+                await asyncio.sleep(0.1)
+            await box.kill("decode-0")
+            for request, answer in zip(requests, await asyncio.gather(*asked), strict=True):
+                assert answer.error is None, answer.error
+                assert answer.tokens == box.truth(request)
+            assert box.router.flow.counters["refusals"] > 0
+
+    run(main(), horizon_s=600)
+
+
 def test_no_prefill_worker_means_local_prefill() -> None:
     async def main() -> None:
         async with Box(1, 1, router=REMOTE) as box:
