@@ -154,7 +154,7 @@ class Link:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._settings.retry_max_s)
         finally:
-            self._lose("this router let go of it")
+            self._lose("this router let go of it", asked_for=True)
 
     def dispatch(self, job: PrefillJob | DecodeJob) -> Stream:
         """Sends a job under a stream number of its own (`job.stream` is replaced).
@@ -218,18 +218,18 @@ class Link:
             if (stream := streams.pop(ended.stream, None)) is not None:
                 stream.put(ended, now)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, asked_for: bool = False) -> None:
         self._session = None
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.over = True
             stream.fail(WorkerLost(f"worker {self.card.id} was lost: {why}"))
-        self._move(LinkState.LOST, why)
+        self._move(LinkState.LOST, why, asked_for)
 
-    def _move(self, state: LinkState, why: str) -> None:
+    def _move(self, state: LinkState, why: str, asked_for: bool = False) -> None:
         if state is not self.state:
             log.log(
-                logging.INFO if state is LinkState.UP else logging.WARNING,
+                logging.INFO if state is LinkState.UP or asked_for else logging.WARNING,
                 "link to %s is %s: %s", self.card.id, state, why,
             )  # fmt: skip
             self.state = state
