@@ -98,6 +98,7 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
             raise BadRequest("no counts are set yet: give both, prefill=N and decode=M")
         old = {str(kind): before.desired.of(kind) if before.desired else 0 for kind in WORKERS}
         new = Desired(**{**old, **counts})
+        idle = "" if new.decode else "; without a decode worker every request is refused with 503"
         changes = ", ".join(
             f"{role} {old[role]} → {new.of(Kind(role))}" for role in old if old[role] != new.of(Kind(role))
         )
@@ -110,7 +111,7 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
         }
         if dry_run:
             lines = [
-                f"would set {changes or 'nothing new'}",
+                f"would set {changes or 'nothing new'}{idle}",
                 *(f"would drain {name}: {why}" for name, why in leaving),
             ]
             target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
@@ -120,7 +121,9 @@ async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bo
             await _wait_settled(registry, target.fleet, new, limit)
             await _wait_ended(target, "", limit)
         note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
-        target.say(f"{'scaled' if wait else 'set'} {changes or 'nothing new'}{note}", **fields, settled=wait)
+        target.say(
+            f"{'scaled' if wait else 'set'} {changes or 'nothing new'}{idle}{note}", **fields, settled=wait
+        )
 
 
 def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:
