@@ -54,7 +54,9 @@ class Splitter(Protocol):
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest proper prefix of `marker` that `text` ends with."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
+    at = text.find(marker[:1], max(0, len(text) - len(marker) + 1)) if marker else -1
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
     return 0

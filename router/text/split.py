@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from router.text.parts import CallArguments, Content, Part, Reasoning
 from router.text.reasoning import ThinkSplitter
 from router.text.tools.parser import ToolParser
@@ -40,7 +38,9 @@ class Split:
         return through
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _joined(parts: list[Part]) -> list[Part]:
+    if len(parts) < 2:
+        return parts
     joined: list[Part] = []
     for part in parts:
         before = joined[-1] if joined else None
