@@ -5,8 +5,13 @@ xgrammar cannot be interrupted while it compiles; bounded input is what bounds i
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
+from engine.regex import check_regex
+from engine.schema import enforceable
 from fleet.errors import BadConstraint
 from fleet.request import Constraint, ConstraintKind
 
@@ -41,7 +46,67 @@ def prepare(constraint: Constraint, settings: GrammarSettings) -> Constraint:
     """What is to be compiled. BadConstraint: which limit it is above, or what of it cannot be enforced."""
     kind, text = constraint.kind, constraint.text
     _length(kind, text, settings)
+    match kind:
+        case ConstraintKind.REGEX:
+            check_regex(text)
+        case ConstraintKind.JSON_SCHEMA:
+            return Constraint(kind, _written(_schema(_read(text), settings)))
+        case ConstraintKind.STRUCTURAL_TAG:
+            return Constraint(kind, _written(_tag(_read(text), settings)))
     return constraint
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadConstraint(f"the constraint is not JSON: {error}") from error
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _schema(schema: Any, settings: GrammarSettings) -> Any:
+    for pattern in _patterns(schema):
+        _length(ConstraintKind.REGEX, pattern, settings)
+    return enforceable(schema)
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """All that may be a pattern in a schema; a property of that name costs nothing."""
+    layer = [value]
+    while layer:
+        for item in layer:
+            if isinstance(item, dict):
+                yield from (v for k, v in item.items() if k == "pattern" and isinstance(v, str))
+                yield from (
+                    item["patternProperties"] if isinstance(item.get("patternProperties"), dict) else ()
+                )
+        layer = [inner for item in layer for inner in _inside(item)]
+
+
+def _inside(item: Any) -> Iterable[Any]:
+    return item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+
+
+def _tag(value: Any, settings: GrammarSettings) -> Any:
+    """The schemas, expressions and grammars in a structural tag are bounded as those by themselves."""
+    if isinstance(value, list):
+        return [_tag(item, settings) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get("type"):
+        case "json_schema":
+            return {**value, "json_schema": _schema(value.get("json_schema"), settings)}
+        case "regex" if isinstance(pattern := value.get("pattern"), str):
+            _length(ConstraintKind.REGEX, pattern, settings)
+            check_regex(pattern)
+            return value
+        case "grammar" if isinstance(grammar := value.get("grammar"), str):
+            _length(ConstraintKind.GRAMMAR, grammar, settings)
+            return value
+    return {name: _tag(item, settings) for name, item in value.items()}
 
 
 def _length(kind: ConstraintKind, text: str, settings: GrammarSettings) -> None:
