@@ -205,7 +205,7 @@ def turns_for(
         return turns, None
     if text.shows_tools:
         return turns, use.shown
-    return with_description(turns, use.shown, use.form), None
+    return with_description(turns, use.shown, use.form, system=text.takes_system), None
 
 
 def held_to(

@@ -96,6 +96,10 @@ class ModelText:
         """How it writes calls of tools; None: its template shows a way that is not known here."""
         self.shows_tools = shows_tools(source)
         """Whether the template describes tools to the model."""
+        self.takes_system = self.template is not None and _takes_system(
+            self.template, self._settings.template_seconds
+        )
+        """Whether the template shows a system prompt."""
         reasoning = self._settings.reasoning_parser
         self.thinks = thinks(source) if reasoning == "auto" else reasoning == "think"
         """Whether its answers may begin with reasoning."""
@@ -230,6 +234,16 @@ class ModelText:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _takes_system(template: ChatTemplate, limit_s: float) -> bool:
+    """Some refuse the role, some leave it out: asking is the way to know."""
+    mark = "a system prompt"
+    turns = [{"role": "system", "content": mark}, {"role": "user", "content": "words"}]
+    try:
+        return mark in template.render(turns, None, None, limit_s)
+    except (BadRequest, OutOfTime):
+        return False
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -294,6 +294,26 @@ def test_results_of_one_turn_stand_together_and_the_system_prompt_keeps_its_word
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_tools_where_there_is_no_system_prompt(serve: Any, model_with: Model, refuses: bool) -> None:
+    without = "{{ raise_exception('no such role') }}" if refuses else ""
+    text = model_with(
+        "{% for m in messages %}{% if m.role == 'system' %}" + without + "{% else %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+
+    async def main() -> None:
+        async with serve(drawn(text, ONE), model_text=text) as site:
+            response = await site.chat(tools=TOOLS)
+            assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+            prompt = prompt_of(site, text)
+            assert prompt.startswith("<|im_start|>user\n# Tools")
+            assert '{"name": "weather"' in prompt
+            assert prompt.endswith("\n\nhi<|im_end|>\n")
+
+    asyncio.run(main())
+
+
 def test_cut_off_in_the_arguments(serve: Any, model_with: Model, events: Any) -> None:
     text = model_with(HERMES)
 

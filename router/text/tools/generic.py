@@ -1,6 +1,7 @@
 """Tools for models whose chat template knows none: their description, calls and results as plain messages.
 
-Pure. The description goes to the end of the system prompt, or becomes one; calls in a history are written as
+Pure. The description goes to the end of the system prompt, or becomes one, or, with templates that have no
+place for one, stands before the user's first words; calls in a history are written as
 the model is told to write them; results become the user's words, those of one turn in one message.
 """
 
@@ -27,8 +28,17 @@ def description(tools: Sequence[Mapping[str, Any]], form: Format) -> str:
     )
 
 
-def with_description(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], form: Format) -> list[Turn]:
+def with_description(
+    turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], form: Format, *, system: bool
+) -> list[Turn]:
+    """`system`: whether the template takes a system prompt; without, the first words of the user get it."""
     text = description(tools, form)
+    if not system:
+        for at, turn in enumerate(turns):
+            if turn["role"] == "user":
+                asked = {**turn, "content": f"{text}\n\n{turn['content']}"}
+                return [*turns[:at], asked, *turns[at + 1 :]]
+        return [{"role": "user", "content": text}, *turns]
     if turns and turns[0]["role"] == "system":
         first = turns[0]
         return [
