@@ -199,10 +199,21 @@ def test_text_that_can_be_no_call_does_not_wait(form: Format) -> None:
     assert tools.end() == []
 
 
-def test_an_answer_in_json_is_not_held_up() -> None:
+@pytest.mark.parametrize(
+    ("held", "shown"),
+    [
+        ("{", '"answer'),
+        ('{"n', 'ow": 1'),
+        ('{ "name": "', "Alice"),
+        ('{"type": "func', "y"),
+        ('{"name": "f", "', "age"),
+        ('{"name": "f", "arguments": ', "["),
+    ],
+)
+def test_an_answer_in_json_is_not_held_up(held: str, shown: str) -> None:
     tools = Split(None, ToolParser(FORMATS["llama"], NAMES))
-    assert tools.feed('{"a') == []
-    assert tools.feed('nswer": ') == [Content('{"answer": ')]
+    assert tools.feed(held) == []
+    assert tools.feed(shown) == [Content(held + shown)]
     assert tools.feed("42") == [Content("42")]
 
 

@@ -162,6 +162,10 @@ _KEYS = {
 """Keys that a call may have before its arguments are known, and what they mean."""
 
 
+_MOST_ESCAPED = 400
+"""Characters of a name, with escapes, or of an id."""
+
+
 class CallObject:
     """A call: `{"name": …, "arguments": {…}}`, or, where the name is known already, only the arguments.
 
@@ -228,7 +232,9 @@ class CallObject:
             return not self.name or self._begin(char)
         if self._token:
             self._token.append(char)
-            return scan.depth > 1 or scan.state not in (State.COLON, State.AFTER) or self._take()
+            if scan.depth == 1 and scan.state in (State.COLON, State.AFTER):
+                return self._take()
+            return self._key == "arguments" or self._may_fit()
         if scan.ended:
             return self._sure and bool(self.name) and self._begin("{}", whole=True)
         if char in _SPACE or char in ",:":
@@ -242,6 +248,14 @@ class CallObject:
         self._pieces.append(arguments)
         self.begun, self.whole = True, whole
         return True
+
+    def _may_fit(self) -> bool:
+        """Whether the beginning of a key or value can become one that is looked for: else nothing waits."""
+        text = "".join(self._token[1:])
+        if "\\" in text or self._key == "id":
+            return len(text) <= _MOST_ESCAPED
+        known = self._names if self._key == "name" else ("function",) if self._key else _KEYS
+        return any(word.startswith(text) for word in known)
 
     def _take(self) -> bool:
         text = "".join(self._token)
