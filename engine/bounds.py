@@ -98,7 +98,7 @@ def _tag(value: Any, settings: GrammarSettings) -> Any:
         return value
     match value.get("type"):
         case "json_schema":
-            return {**value, "json_schema": _schema(value.get("json_schema"), settings)}
+            return _tagged_schema(dict(value), settings)
         case "regex" if isinstance(pattern := value.get("pattern"), str):
             _length(ConstraintKind.REGEX, pattern, settings)
             check_regex(pattern)
@@ -119,3 +119,15 @@ def _length(kind: ConstraintKind, text: str, settings: GrammarSettings) -> None:
         raise BadConstraint(
             f"the constraint has {len(text)} characters; the limit is {limit} (setting engine.grammar.{name})"
         )
+
+
+def _tagged_schema(value: dict[str, Any], settings: GrammarSettings) -> Any:
+    """`"strict": false` beside a schema says: any object where the schema cannot be enforced."""
+    strict = value.pop("strict", True)
+    try:
+        value["json_schema"] = _schema(value.get("json_schema"), settings)
+    except BadConstraint:
+        if strict is not False:
+            raise
+        value["json_schema"] = {"type": "object"}
+    return value

@@ -31,7 +31,7 @@ from engine.words import (
     StepReport,
 )
 from fleet.block_hash import block_hashes
-from fleet.errors import BadRequest, FleetError, Internal, Overloaded
+from fleet.errors import BadConstraint, BadRequest, FleetError, Internal, Overloaded
 from fleet.request import FinishReason
 
 
@@ -599,7 +599,7 @@ def _refused(sequence: Sequence, chunk: Chunk, token: int | None) -> FleetError 
     if not chunk.draw or sequence.matcher is None:
         return None
     if token is None:
-        return BadRequest("the constraint leaves no token of this model that could come next")
+        return BadConstraint("the constraint leaves no token of this model that could come next")
     if not sequence.matcher.accept(token):
         return Internal("the token drawn is not one that the constraint allows")
     return None

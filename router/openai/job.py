@@ -74,6 +74,8 @@ def choices_of(
     if scored >= 0:
         first = replace(first, prompt_logprobs=scored)
     constraint, field = constraint_of(body, endpoint.settings)
+    # What is whole ends also where ends are to be ignored.
+    ends = first.stop_token_ids if constraint is None else (*first.stop_token_ids, *text.end_tokens)
     skip_special = body.skip_special_tokens is not False
     choices = []
     for k in range(n):
@@ -91,7 +93,7 @@ def choices_of(
             text.vocabulary,
             prompt=prompt,
             stops=stops,
-            end_tokens=first.stop_token_ids,
+            end_tokens=ends,
             min_tokens=first.min_tokens,
             skip_special=skip_special,
             keep=keep,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from decode_worker.service import DecodeService
 from engine.latency_runner import LatencyModel, LatencyRunner, ToyModel, reference_tokens
-from engine.loop import Engine
+from engine.loop import Constrain, Engine
 from engine.runner import Runner
 from engine.settings import EngineSettings
 from fleet.bus.memory import MemoryHub as BusHub
@@ -85,7 +85,7 @@ class BoxWorker:
         layout, make = box.replica(settings)
         region = Region.allocate(box.blocks, layout.block_bytes)
         runner = make(region.array)
-        self.engine = Engine(runner, settings, lambda report: self.service.stepped(report))
+        self.engine = Engine(runner, settings, lambda report: self.service.stepped(report), box.constrain)
         self.registry, self.bus = box.registry.registry(), box.bus.bus()
         self.chassis = Chassis("box", ChassisSettings(), self.registry, self.bus)
         async with AsyncExitStack() as stack:
@@ -160,7 +160,9 @@ class Box:
         model: ToyModel | None = None,
         replica: Replica | None = None,
         real_links: bool = False,
+        constrain: Constrain | None = None,
     ) -> None:
+        self.constrain = constrain
         self.counts = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.blocks = blocks
         self.engine = engine or EngineSettings(block_size=16, max_batch=32, max_step_tokens=512)
