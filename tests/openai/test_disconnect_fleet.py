@@ -7,15 +7,12 @@ import json
 import random
 import socket
 
+from http_front import listening
 from whole_fleet import MODEL, Box
 
 from engine.latency_runner import LatencyModel
 from engine.settings import EngineSettings
-from router.openai.asgi import Ingress
-from router.openai.server import HttpServer
-from router.openai.settings import HttpSettings
 from router.settings import CostSettings, RouterSettings
-from router.text.tokenizer import ModelText, TextSettings
 
 LEAVES = 1000
 AT_ONCE = 50
@@ -44,13 +41,6 @@ def body_of(draw: random.Random) -> tuple[str, bytes]:
 def test_a_thousand_clients_leave(tokenizer_json: str) -> None:
     async def main() -> None:
         draw = random.Random(4)
-        text = ModelText(
-            tokenizer_json,
-            end_tokens=(1,),
-            context=2048,
-            chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
-            settings=TextSettings(threads=1, inline_characters=512),
-        )
         box = Box(
             2,
             2,
@@ -61,16 +51,13 @@ def test_a_thousand_clients_leave(tokenizer_json: str) -> None:
             latency=LatencyModel(base_s=0.002, per_prompt_token_s=0.0001, per_decode_s=0.0002),
         )
         served = 0
-        async with box:
-            http = HttpSettings(port=0)
-            ingress = Ingress(box.router.flow, {MODEL: text}, http)
-            server = await HttpServer.start(ingress, http)
+        async with box, listening(box, tokenizer_json) as (ingress, port):
 
             async def leave() -> None:
                 nonlocal served
                 route, body = body_of(draw)
                 how, delay, reads = draw.random(), draw.expovariate(20.0), draw.randrange(0, 12)
-                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = (
                     f"POST {route} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
                     "connection: close\r\n"
@@ -113,6 +100,5 @@ def test_a_thousand_clients_leave(tokenizer_json: str) -> None:
             assert counters["cancelled"] > LEAVES // 4
             assert counters["handoffs"] > LEAVES // 20
             assert served > LEAVES // 10
-            await server.stop(10)
 
     asyncio.run(main())
