@@ -387,7 +387,7 @@ class _Run:
             self._arm()  # From now on the limit is that between tokens.
         if self.ticket is not None:
             self._release()  # The decode worker goes on: the KV is there.
-        return RunToken(token, logprobs, self._told())
+        return RunToken(token, logprobs, self._told() if self.scores else ())
 
     def _prefilled(self, leg: _Leg, said: Prefilled) -> RunToken:
         now = self.loop.time()
