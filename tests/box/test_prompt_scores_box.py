@@ -53,7 +53,8 @@ def test_scores_are_the_same_whatever_happens() -> None:
     chunked, counters = scores_of(Box(1, 1, engine=engine(64)))
     assert chunked == whole
     assert counters["steps"] > 60
-    local, counters = scores_of(Box(0, 1, engine=engine(64), blocks=75))
+    # So few tokens a step that prompts give way to decodes before they are computed.
+    local, counters = scores_of(Box(0, 1, engine=engine(12), blocks=75))
     assert local == whole
     assert counters["preemptions"] > 0
     killed, counters = scores_of(Box(2, 1, engine=engine(64)), kill=True)
