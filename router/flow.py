@@ -313,9 +313,11 @@ class _Run:
 
     def _ask(self, pool: Pool, now: float, gone: set[Incarnation]) -> Ask:
         tokens = self._needed()
+        # A prompt that is scored is computed from its start, whoever holds it.
+        scored = self.request.sampling.prompt_logprobs >= 0 and not self.generated
         return Ask(
             tokens=tokens,
-            matched=self.flow.index.match(self._hashes(pool, tokens), now),
+            matched={} if scored else self.flow.index.match(self._hashes(pool, tokens), now),
             tie=self.tie,
             avoid=self.avoid | gone,
             routers=self.flow.roster.routers,
