@@ -159,6 +159,11 @@ def test_nonsense_is_the_same_under_every_chunking_and_never_lost(
     ("form", "text", "expected"),
     [
         ("hermes", '<tool_call>{"name":"f"}</tool_call>', [["f", "{}"], (1, False)]),
+        ("hermes", '<tool_call>{"name":"f"}</tool_call>\n\n', [["f", "{}"], (1, False)]),
+        ("hermes", '<tool_call>{"name":"f","name":"f","arguments":{}}',
+         [{"Content": '<tool_call>{"name":"f","name":"f","arguments":{}}'}, (0, False)]),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":"x\ny"}}',
+         [["f", '{"a":"x'], {"Content": '\ny"}}'}, (0, True)]),
         ("hermes", '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', [["f", '{"a":1}'], (1, False)]),
         ("hermes", '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}', [["f", '{"a":1}'], (1, False)]),
         ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool_call> ok',
@@ -237,6 +242,9 @@ def test_endless_spaces_are_shown_in_time() -> None:
                 part.text for _ in range(200) for part in tools.feed(" ") if isinstance(part, Content)
             )
             assert len(shown) > 160
+    thinking = ThinkSplitter()
+    shown = "".join(part.text for _ in range(200) for part in thinking.feed(" ") if isinstance(part, Content))
+    assert len(shown) > 160
 
 
 @settings(deadline=None, max_examples=100)
