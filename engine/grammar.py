@@ -216,13 +216,13 @@ class Grammars:
                     '{"type":"object"}', strict_mode=False, max_whitespace_cnt=_WHITESPACE
                 )
             case ConstraintKind.JSON_SCHEMA:
-                return compiler.compile_json_schema(text, max_whitespace_cnt=_WHITESPACE)
+                return compiler.compile_grammar(_json_grammar(text, _WHITESPACE))
             case ConstraintKind.REGEX:
                 return compiler.compile_regex(text)
             case ConstraintKind.GRAMMAR:
                 return compiler.compile_grammar(text)
             case ConstraintKind.STRUCTURAL_TAG:
-                return compiler.compile_structural_tag(text)
+                return compiler.compile_structural_tag(json.dumps(_tag(json.loads(text))))
 
     def _keep(self, constraint: Constraint, compiled: Any) -> None:
         size = compiled.memory_size_bytes + len(constraint.text)
@@ -233,6 +233,26 @@ class Grammars:
         while self._bytes > self._settings.cache_bytes or len(self._cache) > self._settings.cache_entries:
             _, (_, freed) = self._cache.popitem(last=False)
             self._bytes -= freed
+
+
+def _json_grammar(schema: str, whitespace: int | None) -> str:
+    """EBNF of a schema. xgrammar lets control characters into strings of bounded length, though JSON does
+    not; the class it writes for their characters is replaced."""
+    grammar = str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=whitespace))
+    return grammar.replace(r"[^\"\\\r\n]", r"[^\"\\\x00-\x1f]")
+
+
+def _tag(value: Any) -> Any:
+    """The same for the schemas in a structural tag."""
+    if isinstance(value, list):
+        return [_tag(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "json_schema" and value.keys() <= {"type", "json_schema", "max_whitespace_cnt"}:
+        schema = json.dumps(value.get("json_schema"))
+        grammar = _json_grammar(schema, value.get("max_whitespace_cnt", _WHITESPACE))
+        return {"type": "grammar", "grammar": grammar}
+    return {name: _tag(item) for name, item in value.items()}
 
 
 def _stand_back() -> None:

@@ -1,8 +1,8 @@
 """From a JSON schema to one that xgrammar enforces exactly, or the reason why there is none. Pure.
 
 xgrammar ignores, with a line in a log, what it does not know: `not`, keywords beside `$ref` or `anyOf`,
-overlaps in `oneOf`, lengths beside a pattern, control characters in strings of bounded length. Here what it
-does right is kept, what can be said otherwise is said so, and all else is refused: nobody gets an answer
+overlaps in `oneOf`, lengths beside a pattern, JSON's escapes in what a pattern writes. Here what it does
+right is kept, what can be said otherwise is said so, and all else is refused: nobody gets an answer
 that their schema forbids. What is allowed may be less than what the schema allows, never more: properties
 come in the order of the schema, and none that it does not name unless it says so.
 """
@@ -258,6 +258,9 @@ class _Walk:
             )
             if names.keys() == {"type", "pattern"}:
                 return self._named_by(names["pattern"], more, own, where)
+            if names.keys() & {"minLength", "maxLength"}:
+                pattern = any_string(names.get("minLength", 0), names.get("maxLength"))
+                return self._named_by(f"^{pattern}$", more, own, where)
             if names != {"type": "string"}:
                 raise _refused(where, "propertyNames is supported with pattern, minLength and maxLength only")
         if patterns:
@@ -373,9 +376,12 @@ def _string(own: Schema, where: str) -> Schema:
                 "minLength and maxLength beside a pattern are not supported; write them into the pattern",
             )
         return {"type": "string", "pattern": f"^{pattern.text}$"}
-    if low or high is not None:
-        return {"type": "string", "pattern": f"^{any_string(low, high)}$"}
-    return {"type": "string"}
+    made: Schema = {"type": "string"}
+    if low:
+        made["minLength"] = low
+    if high is not None:
+        made["maxLength"] = high
+    return made
 
 
 def _number(kind: str, own: Schema, where: str) -> Schema:

@@ -41,6 +41,8 @@ class ToolUse:
     required: bool
     parallel: bool
     form: Format
+    loose: frozenset[str] = frozenset()
+    """Names of those that are not strict: where their schema cannot be enforced, any object will do."""
 
     def shape(self) -> Shape:
         """Calls and nothing else."""
@@ -76,9 +78,13 @@ class ToolUse:
     def _tags(self) -> list[Shape]:
         form = self.form
         return [
-            {"type": "tag", "begin": form.begin(name), "content": _json(schema), "end": form.after}
-            for name, schema in self.schemas.items()
+            {"type": "tag", "begin": form.begin(name), "content": self._arguments(name), "end": form.after}
+            for name in self.schemas
         ]
+
+    def _arguments(self, name: str) -> Shape:
+        shape = _json(self.schemas[name])
+        return {**shape, "strict": False} if name in self.loose else shape
 
 
 def tool_use(body: ChatBody, text: ModelText, settings: HttpSettings) -> ToolUse | None:
@@ -99,15 +105,16 @@ def tool_use(body: ChatBody, text: ModelText, settings: HttpSettings) -> ToolUse
             param="tools",
         )
     parallel = body.parallel_tool_calls is not False
-    strict = any(tool.function is not None and tool.function.strict for tool in body.tools)
+    loose = {tool.function.name for tool in body.tools if tool.function and not tool.function.strict}
     required = mode != "auto"
     return ToolUse(
         tuple({"type": "function", "function": function} for function in functions.values()),
         {name: functions[name]["parameters"] for name in allowed},
-        free=not required and parallel and not strict and len(allowed) == len(functions),
+        free=not required and parallel and len(loose) == len(body.tools) and len(allowed) == len(functions),
         required=required,
         parallel=parallel and mode != "named",
         form=text.tool_format,
+        loose=frozenset(loose),
     )
 
 

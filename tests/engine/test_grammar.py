@@ -199,3 +199,42 @@ def test_one_that_takes_too_long_is_refused_and_left_to_end() -> None:
         await grammars.matcher(slow)
 
     asyncio.run(main())
+
+
+def tagged(schema: dict[str, object], **beside: object) -> Constraint:
+    tag = {"type": "tag", "begin": "<call>", "end": "</call>"}
+    tag["content"] = {"type": "json_schema", "json_schema": schema, **beside}  # type: ignore[assignment]
+    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag]}
+    text = json.dumps({"type": "structural_tag", "format": form})
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, text)
+
+
+def test_schemas_in_tagged_parts_hold_like_any(grammars: Grammars) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "minLength": 3, "maxLength": 5}},
+        "required": ["a"],
+    }
+    for seed in range(40):
+        matcher = asyncio.run(grammars.matcher(tagged(schema)))
+        for byte in b"free text,\ttabs and all <call>":
+            assert matcher.accept(byte)
+        text, chance = b"", random.Random(seed)
+        while not text.endswith(b"</call>"):
+            choice = sorted(allowed(matcher) - {END})
+            token = chance.choice([t for t in choice if t in (*b'"}',) and chance.random() < 0.4] or choice)
+            assert matcher.accept(token)
+            text += BYTES.pieces[token]
+        value = json.loads(text.removesuffix(b"</call>").decode("utf-8", "replace"))
+        assert 3 <= len(value["a"]) <= 5
+
+
+def test_a_schema_that_is_not_strict_falls_back_to_any_object(grammars: Grammars) -> None:
+    hopeless = {"type": "object", "not": {"required": ["a"]}}
+    with pytest.raises(BadRequest, match="not is not supported"):
+        asyncio.run(grammars.matcher(tagged(hopeless)))
+    matcher = asyncio.run(grammars.matcher(tagged(hopeless, strict=False)))
+    for byte in b'<call>{"any": [1]}</call>':
+        assert matcher.accept(byte)
+    matcher = asyncio.run(grammars.matcher(tagged(hopeless, strict=False)))
+    assert not all(matcher.accept(byte) for byte in b"<call>[]")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine.bounds import GrammarSettings
 from engine.settings import EngineSettings
 from fleet.settings import _docs
 from fleet.wire.session import WireSettings
@@ -31,7 +32,7 @@ STATUS = {
     "http.write_timeout_s": "closed", "http.deadline_s": 504, "http.drain_limit_s": "error event",
     "flow.max_requests": 429, "flow.max_failovers": 503, "flow.worker_wait_s": 503,
     "flow.resume_wait_s": 503, "flow.first_token_timeout_s": 503, "flow.token_timeout_s": 503,
-    "engine.max_waiting": 429,
+    "engine.max_waiting": 429, "engine.grammar.compile_s": 400, "engine.grammar.threads": 429,
     "wire.message_bytes": 413,
 }  # fmt: skip
 """What is answered beyond the limit; 400 where nothing stands here."""
@@ -40,11 +41,12 @@ STATUS = {
 def limits() -> Iterator[tuple[str, Any, str]]:
     """(setting, default, meaning) of all that a request can be refused or ended by."""
     for section, kind in (("http", HttpSettings), ("text", TextSettings), ("flow", FlowSettings),
-                          ("engine", EngineSettings), ("wire", WireSettings)):  # fmt: skip
+                          ("engine", EngineSettings), ("engine.grammar", GrammarSettings),
+                          ("wire", WireSettings)):  # fmt: skip
         docs = _docs(kind)
         for item in fields(kind):
             name = f"{section}.{item.name}"
-            shown = section == "http" and item.name.startswith("max_")
+            shown = section in ("http", "engine.grammar") and item.name.startswith("max_")
             if shown or name in STATUS or name in ("text.template_seconds", "http.template_kwargs"):
                 yield name, item.default, docs.get(item.name, "")
 
