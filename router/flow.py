@@ -146,6 +146,8 @@ class _Run:
         self.refused: set[Incarnation] = set()
         """Of those, the ones that were only full."""
         self.lost = 0
+        self.waiting_since: float | None = None
+        """When a worker for the next leg was first looked for; None while one says tokens."""
         self.verdict: Exception | None = None
         """Set from outside the reading: stopped, or overdue."""
         self.stopped: CancelReason | None = None
@@ -231,7 +233,10 @@ class _Run:
         """
         # What a client was given already it cannot ask for again: such a request waits for longer.
         wait_s = self.limits.resume_wait_s if self.generated or self.lost else 0.0
-        until = min(self.due, self.loop.time() + max(wait_s, self.limits.worker_wait_s))
+        # Counted from the last token on: asking again and being refused again is one wait.
+        if self.waiting_since is None:
+            self.waiting_since = self.loop.time()
+        until = min(self.due, self.waiting_since + max(wait_s, self.limits.worker_wait_s))
         while True:
             if self.verdict is not None:
                 raise self.verdict
@@ -381,6 +386,7 @@ class _Run:
 
     def _token(self, leg: _Leg, token: int, logprobs: TokenLogprobs | None) -> RunToken:
         self.generated.append(token)
+        self.waiting_since = None
         if len(self.generated) <= 2:
             stage = Stage.FIRST_TOKEN if len(self.generated) == 1 else Stage.SECOND_TOKEN
             self.timeline.mark(stage, self.loop.time())
@@ -403,6 +409,7 @@ class _Run:
             self.record.move(HandoffState.RESERVED, now, "no KV was kept", leg.choice.worker)
         self._drop_leg(CancelReason.MOVED)
         self.generated.append(said.token)
+        self.waiting_since = None
         self.timeline.mark(Stage.FIRST_TOKEN, now)
         return RunToken(said.token, said.logprobs, self._told())
 
