@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.intake import Intake
 from engine.loop import Engine
-from engine.tell import tell
+from engine.tell import figures, tell
 from engine.words import NewSequence, StepReport
 from fleet.block_hash import HashKeys
 from fleet.chassis import Chassis, Stream
@@ -119,20 +119,8 @@ class DecodeService:
         self._chassis.publish(report.events)
 
     def report(self, base: LoadReport) -> LoadReport:
-        load = self._engine.load()
-        return replace(
-            base,
-            running=load.running,
-            waiting=load.waiting,
-            queued_tokens=load.queued_tokens,
-            blocks_total=load.blocks_total,
-            blocks_free=load.blocks_free,
-            prefill_tokens_s=load.prefill_tokens_s,
-            decode_step_s=load.decode_step_s,
-            decode_batch=load.decode_batch,
-            pull_bytes_s=self._pull_bytes_s,
-            counters={**load.counters, **self._transfer.counters(), **self._counters},
-        )
+        report = figures(base, self._engine.load(), {**self._transfer.counters(), **self._counters})
+        return replace(report, pull_bytes_s=self._pull_bytes_s)
 
     def idle(self) -> bool:
         load = self._engine.load()

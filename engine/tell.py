@@ -1,11 +1,13 @@
-"""Says what a step brought on the streams of a worker; the same for every role."""
+"""Says what a step brought on the streams of a worker, and how an engine stands; the same for every role."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from engine.words import Drawn, StepReport
+from engine.words import Drawn, EngineLoad, StepReport
 from fleet.chassis import Stream
+from fleet.events import LoadReport
 from fleet.request import Usage
 from fleet.stages import Stage
 
@@ -30,3 +32,19 @@ def tell(report: StepReport, stream_of: Callable[[str], Stream | None]) -> dict[
             usage = Usage(end.prompt_tokens, end.completion_tokens, end.cached_tokens)
             stream.finished(end.finish, usage, end.error, end.message)
     return kept
+
+
+def figures(base: LoadReport, load: EngineLoad, counters: Mapping[str, int]) -> LoadReport:
+    """`base` with the engine's figures, and its counters beside those of the role."""
+    return replace(
+        base,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        blocks_total=load.blocks_total,
+        blocks_free=load.blocks_free,
+        prefill_tokens_s=load.prefill_tokens_s,
+        decode_step_s=load.decode_step_s,
+        decode_batch=load.decode_batch,
+        counters={**load.counters, **counters},
+    )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 
 from engine.intake import Intake
 from engine.loop import Engine
-from engine.tell import tell
+from engine.tell import figures, tell
 from engine.words import Drawn, Held, NewSequence, StepReport
 from fleet.block_hash import HashKeys
 from fleet.chassis import Chassis, Stream
@@ -100,19 +99,7 @@ class PrefillService:
             self._engine.release(sequence)
 
     def report(self, base: LoadReport) -> LoadReport:
-        load = self._engine.load()
-        return replace(
-            base,
-            running=load.running,
-            waiting=load.waiting,
-            queued_tokens=load.queued_tokens,
-            blocks_total=load.blocks_total,
-            blocks_free=load.blocks_free,
-            prefill_tokens_s=load.prefill_tokens_s,
-            decode_step_s=load.decode_step_s,
-            decode_batch=load.decode_batch,
-            counters={**load.counters, **self._transfer.counters(), "leases": len(self._lent)},
-        )
+        return figures(base, self._engine.load(), {**self._transfer.counters(), "leases": len(self._lent)})
 
     def idle(self) -> bool:
         load = self._engine.load()
