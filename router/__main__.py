@@ -90,7 +90,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         wire = GrpcWire(settings.wire, control.tls())
         stack.push_async_callback(wire.close)
         name, text = await asyncio.to_thread(load_text, settings)
-        router = Router(settings, control.fleet, registry, bus, wire)
+        router = Router(settings, control.fleet, registry, bus, wire, frozenset({name}))
 
         def context(model: str) -> int | None:
             return max((pool.max_tokens for pool in router.roster.pools(model)), default=None)

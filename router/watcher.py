@@ -43,8 +43,16 @@ class Router:
     """
 
     def __init__(
-        self, settings: RouterSettings, fleet: str, registry: Registry, bus: Bus, wire: Wire
+        self,
+        settings: RouterSettings,
+        fleet: str,
+        registry: Registry,
+        bus: Bus,
+        wire: Wire,
+        models: frozenset[str] = frozenset(),
     ) -> None:
+        """`models`: names that the ingress serves; a worker of another is pointed out. Empty: not known."""
+        self._models = models
         self.settings = settings
         self.fleet = fleet
         self.roster = Roster(settings.unknown, mass_share=settings.watch.mass_share)
@@ -128,6 +136,12 @@ class Router:
             )
         for card in change.joined:
             log.info("worker %s (%s of %s) at %s", card.id, card.role, card.model, card.address)
+            if self._models and card.model not in self._models:
+                served = ", ".join(sorted(self._models))
+                log.warning(
+                    "worker %s serves %s, this router %s: it gets no request until served_model_name agrees",
+                    card.id, card.model, served,
+                )  # fmt: skip
             self.index.add_worker(card.id, card.incarnation)
             link = self.links[card.id] = Link(card, self._wire, self.settings.watch, self._link_moved)
             self._sessions[card.id] = self._spawn(link.run())
