@@ -43,14 +43,28 @@ def prompts(count: int, tokens: int, seed: int) -> list[str]:
 
 
 @contextmanager
-def fleet(prefill: int, decode: int, settings: list[str]) -> Iterator[tuple[str, str]]:
+def fleet(
+    prefill: int, decode: int, settings: list[str], model: str = "smollm2"
+) -> Iterator[tuple[str, str]]:
     """A fleet of its own on free ports; yields its base URL and model."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fleetctl"]
         place = ["--fleet", "bench", "--state-dir", folder, "--json"]
-        shape = ["--prefill", str(prefill), "--decode", str(decode), "--port", "0", "--detach"]
+        shape = [
+            "--model",
+            model,
+            "--prefill",
+            str(prefill),
+            "--decode",
+            str(decode),
+            "--port",
+            "0",
+            "--detach",
+        ]
         sets = [part for setting in settings for part in ("--set", setting)]
-        up = subprocess.run([*command, "up", *place, *shape, *sets], capture_output=True, text=True)
+        up = subprocess.run(
+            [*command, "up", "--model", model, *place, *shape, *sets], capture_output=True, text=True
+        )
         if up.returncode:
             raise SystemExit(f"the fleet did not come up:\n{up.stdout}{up.stderr}")
         try:

@@ -1,0 +1,135 @@
+"""A frontend over workers that cost nothing: requests/s, streamed tokens/s, serial latency, from outside.
+
+Without `--url` it starts a fleet of latency-model workers. With it, it measures that server, so that another
+system's frontend over its own mock workers does the same work in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from urllib.parse import urlparse
+
+import uvloop
+
+from benchmarks.load.fleet import fleet
+from benchmarks.report import emit
+
+TEXT = "What is the capital of France, and why? " * 6
+
+
+class Frontend:
+    def __init__(self, url: str, model: str) -> None:
+        place = urlparse(url)
+        self._host, self._port = place.hostname or "127.0.0.1", place.port or 80
+        self._model = model
+
+    def _post(self, tokens: int, stream: bool, number: int, close: bool) -> bytes:
+        body = json.dumps(
+            {
+                "model": self._model,
+                "messages": [{"role": "user", "content": f"{number} {TEXT}"}],
+                "max_tokens": tokens,
+                "min_tokens": tokens,
+                "ignore_eos": True,
+                "stream": stream,
+            }
+        ).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n" + ("Connection: close\r\n\r\n" if close else "\r\n")
+        )
+        return head.encode() + body
+
+    async def whole(self, count: int, clients: int) -> tuple[float, list[float]]:
+        """Answers of one token on connections that stay open: requests/s, and seconds of each."""
+        numbers, took = iter(range(count)), []
+
+        async def client() -> None:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            for number in numbers:
+                start = time.perf_counter()
+                writer.write(self._post(1, False, number, False))
+                await _answer(reader)
+                took.append(time.perf_counter() - start)
+            writer.close()
+
+        start = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return count / (time.perf_counter() - start), took
+
+    async def streams(self, count: int, clients: int, tokens: int) -> float:
+        """Events with a token a second, over all streams."""
+        numbers, events = iter(range(count)), 0
+
+        async def client() -> None:
+            nonlocal events
+            for number in numbers:
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                writer.write(self._post(tokens, True, number, True))
+                last = b""
+                while data := await reader.read(1 << 16):
+                    joined = last + data
+                    events += joined.count(b'"delta"') - last.count(b'"delta"')
+                    last = joined[-16:]
+                writer.close()
+
+        start = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        seconds = time.perf_counter() - start
+        if events < count * tokens * 0.5:
+            raise SystemExit(f"only {events} events for {count * tokens} tokens")
+        return min(events, count * tokens) / seconds
+
+
+async def _answer(reader: asyncio.StreamReader) -> None:
+    status = int((await reader.readline()).split()[1])
+    length = None
+    chunked = False
+    while line := (await reader.readline()).strip().lower():
+        if line.startswith(b"content-length:"):
+            length = int(line.split(b":")[1])
+        chunked = chunked or (line.startswith(b"transfer-encoding:") and b"chunked" in line)
+    if chunked:
+        while size := int((await reader.readline()).strip() or b"0", 16):
+            await reader.readexactly(size + 2)
+        await reader.readline()
+    else:
+        data = await reader.readexactly(length or 0)
+        if status != 200:
+            raise SystemExit(f"status {status}: {data[:300]!r}")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks load/frontend", description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--url")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--name", default="peer", help="what to call the server of --url in the output")
+    given = parser.parse_args(argv)
+    scale = 4 if given.quick else 1
+
+    def measure(url: str, model: str, name: str) -> None:
+        frontend = Frontend(url, model)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(frontend.whole(200, 8))
+            for clients in (1, 32):
+                rate, took = runner.run(frontend.whole(2000 // scale // (3 if clients == 1 else 1), clients))
+                emit(f"{name}/requests_s", "requests/s", [rate], clients=clients)
+                emit(f"{name}/request", "s", took, clients=clients)
+            runner.run(frontend.streams(32, 16, 32))
+            rate = runner.run(frontend.streams(512 // scale, 64, 128))
+            emit(f"{name}/streamed_tokens_s", "tokens/s", [rate], clients=64, tokens=128)
+
+    if given.url:
+        measure(given.url, given.model, given.name)
+        return
+    with fleet(0, 4, ["engine.max-batch=64"], model="latency") as (url, model):
+        measure(url, model, "frontend")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
