@@ -28,7 +28,8 @@ class DecodeWorkerSettings:
     control: ControlSettings = field(default_factory=ControlSettings)
     chassis: ChassisSettings = field(default_factory=ChassisSettings)
     wire: WireSettings = field(default_factory=WireSettings)
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings(max_step_tokens=128))
+    """Smaller steps than a prefill worker's: every running stream waits for a prompt chunk beside it."""
     transfer: TransferSettings = field(default_factory=TransferSettings)
 
     def __post_init__(self) -> None:

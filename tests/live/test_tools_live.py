@@ -113,6 +113,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_before_anything_runs(
     api: openai.OpenAI, demo_fleet: dict[str, Any]
 ) -> None:
     tool = json.loads(json.dumps(WEATHER))
+    tool["function"]["strict"] = True
     tool["function"]["parameters"]["properties"]["city"] = {"type": "nonsense"}
     with pytest.raises(openai.BadRequestError) as refused:
         api.chat.completions.create(
