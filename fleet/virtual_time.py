@@ -3,17 +3,21 @@
 Hours of a fleet's life pass in seconds, and every run takes the same steps in the same order: ready
 callbacks run first in, first out; timers by time, and those of equal time in the order in which they were
 made. There is no I/O and there are no threads: `run_in_executor` (so `asyncio.to_thread`) runs inline.
+
+Several processes can be played on one loop (`Process`): each with its own clock, each can be stopped
+between any two of its callbacks, as by SIGSTOP, and goes on later or never.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from asyncio.base_events import BaseEventLoop
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
-from contextvars import Context
+from contextvars import Context, ContextVar
 from itertools import count
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -41,10 +45,80 @@ class _OrderedTask(asyncio.Task[Any]):
     def __init__(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **keywords: Any) -> None:
         loop = keywords["loop"]
         self._age = loop.next_age() if isinstance(loop, VirtualTimeLoop) else next(self._ages)
+        context: Context | None = keywords.get("context")
+        self.process = _PROCESS.get(None) if context is None else context.get(_PROCESS)
         super().__init__(coro, **keywords)
 
     def __hash__(self) -> int:
         return self._age
+
+
+class Process:
+    """What runs as one process of those that share a loop: all that is started in its context, and all that
+    this starts. Its clock is `offset_s` ahead of the loop's."""
+
+    def __init__(self, name: str, offset_s: float = 0.0) -> None:
+        self.name = name
+        self.offset_s = offset_s
+        self.context = Context()
+        self.context.run(_PROCESS.set, self)
+        self._held: deque[asyncio.Handle] | None = None
+        """What waits to run while it is stopped; None: it runs."""
+
+    def true(self, when: float) -> float:
+        """When its clock says `when` on the loop's clock; rounded so that it has said so by then."""
+        due = when - self.offset_s
+        while due + self.offset_s < when:
+            due = math.nextafter(due, math.inf)
+        return due
+
+    @property
+    def stopped(self) -> bool:
+        return self._held is not None
+
+    def stop(self) -> None:
+        """As SIGSTOP: nothing of it runs, its timers fall due and wait. What it sent before is on its way."""
+        if self._held is None:
+            self._held = deque()
+
+    def resume(self) -> None:
+        """As SIGCONT: what waited runs, in order."""
+        held, self._held = self._held, None
+        if held:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop), "only a virtual clock can hold a process"
+            loop.put_back(held)
+
+    def holds(self, handle: asyncio.Handle) -> bool:
+        """Takes the handle if the process is stopped."""
+        if self._held is None:
+            return False
+        self._held.append(handle)
+        return True
+
+    def start(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of this process."""
+        return asyncio.get_running_loop().create_task(coro, context=self.context.copy())
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those of it that have not ended."""
+        tasks = (task for task in asyncio.all_tasks() if isinstance(task, _OrderedTask))
+        return sorted((task for task in tasks if task.process is self), key=hash)
+
+
+_PROCESS: ContextVar[Process] = ContextVar("process")
+
+
+def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
+    """Calls it as nobody's: timers made in it are on the loop's own clock, and no process that is stopped
+    holds them. For what lies between processes: networks, brokers."""
+    return Context().run(function, *args)
+
+
+def true_time() -> float:
+    """The loop's clock, whatever the clock of the process that asks says."""
+    loop = asyncio.get_running_loop()
+    return loop.true_time() if isinstance(loop, VirtualTimeLoop) else loop.time()
 
 
 class VirtualTimeLoop(BaseEventLoop):
@@ -65,7 +139,16 @@ class VirtualTimeLoop(BaseEventLoop):
         self.set_task_factory(lambda loop, coro, **keywords: _OrderedTask(coro, loop=loop, **keywords))
 
     def time(self) -> float:
+        """On the clock of the process that asks."""
+        process = _PROCESS.get(None)
+        return self._now if process is None else self._now + process.offset_s
+
+    def true_time(self) -> float:
         return self._now
+
+    def put_back(self, handles: deque[asyncio.Handle]) -> None:
+        """They run before what is ready now."""
+        self._ready.extendleft(reversed(handles))
 
     def next_age(self) -> int:
         self._tasks_made += 1
@@ -81,8 +164,10 @@ class VirtualTimeLoop(BaseEventLoop):
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         timer = asyncio.TimerHandle(when, callback, args, self, context)
+        process = _PROCESS.get(None)
         self._made += 1
-        heapq.heappush(self._timers, (when, self._made, timer))
+        due = when if process is None else process.true(when)
+        heapq.heappush(self._timers, (due, self._made, timer))
         return timer
 
     def run_in_executor(
@@ -125,7 +210,10 @@ class VirtualTimeLoop(BaseEventLoop):
                 ready.append(timer)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if handle._cancelled:
+                continue
+            process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]
+            if process is None or not process.holds(handle):
                 handle._run()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:

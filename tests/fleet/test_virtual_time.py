@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fleet.virtual_time import Deadlock, HorizonReached, run
+from fleet.virtual_time import Deadlock, HorizonReached, Process, outside, run, true_time
 
 
 def test_a_day_of_sleep_takes_no_time() -> None:
@@ -207,3 +207,61 @@ def test_the_same_program_takes_the_same_steps() -> None:
     before = time.monotonic()
     assert trace() == trace()
     assert time.monotonic() >= before  # the real clock is not touched
+
+
+def test_a_stopped_process_runs_nothing_and_all_of_it_later_in_order() -> None:
+    async def main() -> None:
+        one, other = Process("one"), Process("other")
+        said: list[tuple[str, int, float]] = []
+
+        async def count(name: str) -> None:
+            for i in range(4):
+                said.append((name, i, asyncio.get_running_loop().time()))
+                await asyncio.sleep(1)
+
+        async def with_child(name: str) -> None:
+            await asyncio.create_task(count(name))
+
+        tasks = [one.start(with_child("one")), other.start(count("other"))]
+        await asyncio.sleep(1.5)
+        one.stop()
+        assert one.stopped
+        assert len(one.tasks()) == 2
+        await asyncio.sleep(10)
+        assert [entry[0] for entry in said].count("one") == 2
+        one.resume()
+        await asyncio.gather(*tasks)
+        assert [at for name, _, at in said if name == "other"] == [0, 1, 2, 3]
+        assert [at for name, _, at in said if name == "one"] == [0, 1, 11.5, 12.5]
+        assert not one.tasks()
+
+    run(main())
+
+
+def test_processes_have_clocks_of_their_own_and_networks_the_true_one() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        ahead, behind = Process("ahead", 61.7), Process("behind", -1e6 / 3)
+        arrived: list[float] = []
+
+        async def work(offset: float) -> None:
+            began = loop.time()
+            assert began == pytest.approx(true_time() + offset)
+            for wait in (0.1, 1 / 3, 7e-5):
+                until = loop.time() + wait
+                async with asyncio.timeout_at(until + 1):
+                    await asyncio.sleep(wait)
+                assert until <= loop.time() < until + 1e-6, "a timer is never early on its own clock"
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2.0):
+                    await asyncio.sleep(100)
+            outside(loop.call_later, 5.0, lambda: arrived.append(loop.time()))
+
+        first, second = ahead.start(work(61.7)), behind.start(work(-1e6 / 3))
+        await asyncio.gather(first, second)
+        ahead.stop()
+        sent = loop.time()
+        await asyncio.sleep(10)
+        assert arrived == pytest.approx([sent + 5.0] * 2, abs=1e-3)
+
+    run(main())
