@@ -2,7 +2,7 @@
 
 The first SIGTERM or SIGINT asks to drain, the second to hurry, the third ends the process where it is.
 A root task that ends before it was asked to ends the process with code 1: nothing dies unnoticed while
-the rest looks healthy. SIGUSR1 prints every thread's stack.
+the rest looks healthy. SIGUSR1 prints every thread's stack; SIGUSR2 logs how many tasks of each kind there are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -88,7 +89,14 @@ async def _live(main: Callable[[Life], Awaitable[None]]) -> None:
         life = Life(group)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, life.signalled, number)
+        loop.add_signal_handler(signal.SIGUSR2, _tell_tasks, loop)
         await life.live(main)
+
+
+def _tell_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    kinds = Counter(getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks(loop))
+    said = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    log.info("tasks: %d: %s", kinds.total(), said)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -178,3 +178,24 @@ def test_health_is_progress() -> None:
     assert progress.stuck(111) is not None
     progress.observe(waiting=0, done=1, now=112)
     assert progress.stuck(200) is None
+
+
+def test_a_signal_tells_the_tasks_by_kind() -> None:
+    body = """
+async def waits():
+    await asyncio.Event().wait()
+tasks = [asyncio.create_task(waits()) for _ in range(3)]
+await asyncio.sleep(0)
+say("ready")
+await life.stopping.wait()
+for task in tasks:
+    task.cancel()
+"""
+    with process(body, PDFLEET_LOG_LEVEL="info") as started:
+        assert said(started) == "ready"
+        started.send_signal(signal.SIGUSR2)
+        assert started.stderr is not None
+        line = started.stderr.readline()
+        assert "tasks: 4: 1 _live, 3 main.<locals>.waits" in line
+        started.send_signal(signal.SIGTERM)
+        assert ended(started)[0] == 0
