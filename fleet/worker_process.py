@@ -117,6 +117,7 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
             region=regions[0],
             settings=settings.transfer.listening(control.bind, control.advertise),
             on_end=lambda lease, why: service.lease_ended(lease, why),
+            tls=control.tls(),
         )
         stack.push_async_callback(transfer.close)
         service = makings.serve(chassis, engine, transfer)

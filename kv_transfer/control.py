@@ -1,15 +1,18 @@
 """The talk between reader and source beside the bytes: greetings, reads, renewals; small framed messages.
 
-One stream socket a reader and source, TCP or Unix. A frame is its length (4 bytes, little-endian) and one
-msgpack message; all of it is bounded and validated, because whoever reaches the port can write to it.
+One stream socket a reader and source: Unix, or TCP, which has mutual TLS where the fleet has it. A frame is
+its length (4 bytes, little-endian) and one msgpack message; all of it is bounded and validated, because
+whoever reaches the port can write to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
-from collections.abc import Callable
+import ssl
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -28,6 +31,8 @@ OPEN_READS = 64
 """Most reads a peer may have under way; readers of ours keep to half of it."""
 SESSIONS = 1024
 """Most peers at once."""
+GOODBYE_S = 1.0
+"""How long a peer is waited for to end TLS in order, when nothing is left to say to it."""
 
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
@@ -151,10 +156,33 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-async def _streams(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(
+    sock: socket.socket, tls: ssl.SSLContext | None = None, host: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams on a connected socket, the reader's end. With `tls` the source must prove that it is `host`;
+    that it does not believe our own certificate is only noticed by the first answer. OSError."""
     if sock.family == socket.AF_UNIX:
         return await asyncio.open_unix_connection(sock=sock)
-    return await asyncio.open_connection(sock=sock)
+    if tls is None:
+        return await asyncio.open_connection(sock=sock)
+    return await asyncio.open_connection(
+        sock=sock, ssl=tls, server_hostname=host, ssl_shutdown_timeout=GOODBYE_S
+    )
+
+
+async def _accepted(
+    sock: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams on an accepted socket, the source's end; with `tls` the peer has shown its certificate."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    transport, protocol = await loop.connect_accepted_socket(
+        lambda: asyncio.StreamReaderProtocol(reader, loop=loop),
+        sock,
+        ssl=tls,
+        ssl_shutdown_timeout=None if tls is None else GOODBYE_S,
+    )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 class Call:
@@ -254,36 +282,51 @@ class Caller:
 
 
 async def greet(
-    sock: socket.socket, peer: Peer, ucx: bytes, *, want_fd: bool, timeout_s: float
-) -> tuple[Welcome, int]:
-    """Say hello on a connected non-blocking socket; the welcome, and the descriptor with it (or -1).
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer, ucx: bytes, timeout_s: float
+) -> Welcome:
+    """Say hello; the welcome. Raises what the source refused with, TransferFailed otherwise."""
+    async with _greeting(timeout_s):
+        writer.write(_hello_of(peer, ucx))
+        return _welcome(await reader.readexactly(_length(await reader.readexactly(4))))
 
-    Raises what the source refused with, TransferFailed otherwise. The socket stays the caller's.
-    """
-    loop = asyncio.get_running_loop()
-    hello = Hello(
-        VERSION, peer.reader, peer.worker, peer.incarnation, peer.fingerprint, peer.block_bytes, ucx
-    )
+
+async def greet_for_memory(sock: socket.socket, peer: Peer, timeout_s: float) -> tuple[Welcome, int]:
+    """As `greet`, on a connected non-blocking Unix socket; with the welcome its descriptor (-1: none)."""
     fd = -1
     try:
-        async with asyncio.timeout(timeout_s):
-            await loop.sock_sendall(sock, frame(hello))
-            if want_fd:
-                head, fd = await _receive_fd(sock)
-            else:
-                head = await _receive(sock, 4)
-            answer = _greeted.decode(await _receive(sock, _length(head)))
-        if isinstance(answer, Refused):
-            raise answer.error_()
-        welcome, fd_given, fd = answer, fd, -1
-        return welcome, fd_given
-    except TimeoutError:
-        raise TransferFailed(f"the source did not answer a greeting within {timeout_s} s") from None
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise TransferFailed(f"greeting the source: {error}") from error
+        async with _greeting(timeout_s):
+            await asyncio.get_running_loop().sock_sendall(sock, _hello_of(peer, b""))
+            head, fd = await _receive_fd(sock)
+            welcome = _welcome(await _receive(sock, _length(head)))
+            given, fd = fd, -1
+            return welcome, given
     finally:
         if fd >= 0:
             socket.close(fd)
+
+
+@contextlib.asynccontextmanager
+async def _greeting(timeout_s: float) -> AsyncGenerator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise TransferFailed(f"the source did not answer a greeting within {timeout_s} s") from None
+    except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+        raise TransferFailed(f"greeting the source: {error}") from error
+
+
+def _hello_of(peer: Peer, ucx: bytes) -> bytes:
+    return frame(
+        Hello(VERSION, peer.reader, peer.worker, peer.incarnation, peer.fingerprint, peer.block_bytes, ucx)
+    )
+
+
+def _welcome(body: bytes) -> Welcome:
+    answer = _greeted.decode(body)
+    if isinstance(answer, Refused):
+        raise answer.error_()
+    return answer
 
 
 async def _receive_fd(sock: socket.socket) -> tuple[bytes, int]:
@@ -342,12 +385,14 @@ class ControlServer:
         open_session: Callable[[Hello], Session],
         *,
         descriptor: Callable[[], int] | None = None,
+        tls: ssl.SSLContext | None = None,
         greeting_s: float,
     ) -> None:
         self._listener = listener
         self._source = source
         self._open_session = open_session
         self._descriptor = descriptor
+        self._tls = tls
         self._greeting_s = greeting_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -389,10 +434,12 @@ class ControlServer:
             sock.setblocking(False)
             tune(sock)
             async with asyncio.timeout(self._greeting_s):
-                session = await self._greeting(sock)
+                reader, writer = await _accepted(sock, self._tls)
+                session = await self._greeting(reader, writer, sock)
             if session is not None:
-                reader, writer = await _streams(sock)
                 await _Serving(self._source, session, writer).run(reader)
+        except ssl.SSLError as error:
+            logger.warning("kv transfer drops a peer that does not prove itself: %s", error)
         except (OSError, EOFError, TimeoutError):
             pass  # the peer went away, or never said who it is
         except (ValueError, msgspec.MsgspecError) as error:
@@ -405,9 +452,10 @@ class ControlServer:
             else:
                 sock.close()
 
-    async def _greeting(self, sock: socket.socket) -> Session | None:
-        loop = asyncio.get_running_loop()
-        hello = _hello.decode(await _receive(sock, _length(await _receive(sock, 4))))
+    async def _greeting(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sock: socket.socket
+    ) -> Session | None:
+        hello = _hello.decode(await reader.readexactly(_length(await reader.readexactly(4))))
         try:
             if hello.version != VERSION:
                 raise BadRequest(f"transfer protocol {hello.version}, this worker speaks {VERSION}")
@@ -422,7 +470,8 @@ class ControlServer:
             )
             session = self._open_session(hello)
         except FleetError as error:
-            await loop.sock_sendall(sock, frame(Refused.of(0, error)))
+            writer.write(frame(Refused.of(0, error)))
+            await writer.drain()
             return None
         data = frame(Welcome(self._source.region.blocks, session.ucx))
         try:
@@ -433,7 +482,8 @@ class ControlServer:
                     data = data[socket.send_fds(sock, [data], [fd]) :]
                 finally:
                     socket.close(fd)
-            await loop.sock_sendall(sock, data)
+            writer.write(data)
+            await writer.drain()
         except BaseException:
             session.abort()
             raise

@@ -20,7 +20,17 @@ from pathlib import Path
 
 from fleet.errors import TransferFailed
 from fleet.ids import LeaseId
-from kv_transfer.control import Caller, ControlServer, Copied, Done, Granted, Hello, Read, greet
+from kv_transfer.control import (
+    Caller,
+    ControlServer,
+    Copied,
+    Done,
+    Granted,
+    Hello,
+    Read,
+    greet_for_memory,
+    opened,
+)
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region, checksum
 from kv_transfer.settings import TransferSettings
@@ -86,7 +96,7 @@ class ShmTransport:
                 await asyncio.get_running_loop().sock_connect(sock, path)
             except (OSError, ValueError) as error:
                 raise TransferFailed(f"no source at {address}: {error}") from error
-            welcome, fd = await greet(sock, peer, b"", want_fd=True, timeout_s=self._settings.connect_s)
+            welcome, fd = await greet_for_memory(sock, peer, self._settings.connect_s)
             try:
                 if fd < 0:
                     raise ValueError("no memory came with the welcome")
@@ -94,7 +104,7 @@ class ShmTransport:
             except (OSError, ValueError) as error:
                 raise TransferFailed(f"mapping the source's memory: {error}") from error
             remote.close()
-            reader, writer = await asyncio.open_unix_connection(sock=sock)
+            reader, writer = await opened(sock)
         except BaseException:
             sock.close()
             raise

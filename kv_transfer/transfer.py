@@ -14,6 +14,7 @@ from typing import Any
 from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
 from fleet.handoff import KvTicket
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
+from fleet.tls import Tls
 from kv_transfer.control import OPEN_READS
 from kv_transfer.lease import Ended, LeaseTable
 from kv_transfer.loopback import LoopbackHub, LoopbackTransport
@@ -98,8 +99,10 @@ class Transfer:
         settings: TransferSettings,
         on_end: Callable[[LeaseId, str], None],
         loopback: LoopbackHub | None = None,
+        tls: Tls | None = None,
     ) -> Transfer:
-        """Open the transports that `settings` name (with a `loopback`, that one alone) and serve.
+        """Open the transports that `settings` name (with a `loopback`, that one alone) and serve. With `tls`
+        both ends of what leaves the host must prove themselves.
 
         `on_end(lease, why)` is called exactly once for each lease, when it is over and no read touches its
         blocks any more; it must not raise. With `auto`, a transport that this host lacks is left out;
@@ -115,7 +118,7 @@ class Transfer:
             return transfer
         try:
             for name in settings.names():
-                await transfer._open(name)
+                await transfer._open(name, tls)
         except BaseException:
             await transfer.close()
             raise
@@ -123,7 +126,7 @@ class Transfer:
             raise ValueError("transport: neither shm nor ucx can be used on this host")
         return transfer
 
-    async def _open(self, name: str) -> None:
+    async def _open(self, name: str, tls: Tls | None) -> None:
         # Imported here: ucxx takes most of a second, and not every process moves KV.
         from kv_transfer.shm import ShmTransport
         from kv_transfer.ucx import UcxTransport, available
@@ -140,7 +143,7 @@ class Transfer:
                 raise ValueError(f"transport: {reason}")
             else:
                 self._transports.append(
-                    await UcxTransport.start(source, self.region, self.settings, self._threads)
+                    await UcxTransport.start(source, self.region, self.settings, self._threads, tls)
                 )
         except (ValueError, OSError) as error:
             if self.settings.transport != "auto":

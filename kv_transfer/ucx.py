@@ -2,8 +2,10 @@
 into the reader's blocks; where there is RDMA or NVLink, UCX's rendezvous lets the hardware copy.
 
 The talk runs over a TCP socket of ours, which binds one interface (ucxx's listener binds all) and notices
-a dead process at once; the UCX worker addresses travel in the greeting. Each side has a UCX worker of its
-own for each peer, so that giving up one path harms no other. Endpoints are made in peer-error mode.
+a dead process at once; the UCX worker addresses travel in the greeting, after both ends have proven
+themselves where the fleet has TLS. The bytes themselves are UCX's affair, and not encrypted. Each side has
+a UCX worker of its own for each peer, so that giving up one path harms no other. Endpoints are made in
+peer-error mode.
 
 Fence: `close_blocking` with a period is the one way of ucxx that ends matched receives whose sender is
 frozen (`close()` and `cancel_inflight_requests` leave them, and their bytes arrive later). A read ends
@@ -23,7 +25,8 @@ from typing import Any, Protocol
 
 from fleet.errors import BadRequest, TransferFailed
 from fleet.ids import LeaseId
-from kv_transfer.control import Caller, ControlServer, Done, Granted, Hello, Read, greet, tune
+from fleet.tls import Tls
+from kv_transfer.control import Caller, ControlServer, Done, Granted, Hello, Read, greet, opened, tune
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
@@ -211,10 +214,13 @@ def _force_close(endpoint: Any) -> None:
 class UcxTransport:
     name = "ucx"
 
-    def __init__(self, region: Region, settings: TransferSettings, threads: Executor) -> None:
+    def __init__(
+        self, region: Region, settings: TransferSettings, threads: Executor, tls: Tls | None
+    ) -> None:
         self._region = region
         self._settings = settings
         self._threads = threads
+        self._tls = None if tls is None else tls.client()
         api = _api()
         # Loopback stays loopback: UCX's own listening sockets too.
         local = settings.bind in ("127.0.0.1", "localhost", "::1") and "UCX_NET_DEVICES" not in os.environ
@@ -226,13 +232,18 @@ class UcxTransport:
 
     @classmethod
     async def start(
-        cls, source: Source, region: Region, settings: TransferSettings, threads: Executor
+        cls,
+        source: Source,
+        region: Region,
+        settings: TransferSettings,
+        threads: Executor,
+        tls: Tls | None = None,
     ) -> UcxTransport:
         loop = asyncio.get_running_loop()
         family, kind, protocol, _, where = (
             await loop.getaddrinfo(settings.bind, 0, type=socket.SOCK_STREAM)
         )[0]
-        transport = cls(region, settings, threads)
+        transport = cls(region, settings, threads, tls)
         listener = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
         try:
             listener.bind(where)
@@ -244,6 +255,7 @@ class UcxTransport:
             listener,
             source,
             lambda hello: _Serving(transport._context, region, hello),
+            tls=None if tls is None else tls.server(),
             greeting_s=settings.connect_s,
         )
         host = settings.advertise or settings.bind
@@ -257,27 +269,29 @@ class UcxTransport:
     async def connect(self, address: str, peer: Peer) -> UcxConnection:
         host, _, port = address[len("ucx:") :].rpartition(":")
         loop = asyncio.get_running_loop()
+        host = host.strip("[]")
         worker = _Worker(self._context)
         sock: socket.socket | None = None
+        writer: asyncio.StreamWriter | None = None
         try:
             try:
                 async with asyncio.timeout(self._settings.connect_s):
                     family, kind, protocol, _, where = (
-                        await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+                        await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
                     )[0]
                     sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
                     await loop.sock_connect(sock, where)
+                    tune(sock)
+                    reader, writer = await opened(sock, self._tls, host)
             except (OSError, ValueError, TimeoutError) as error:
                 raise TransferFailed(f"no source at {address}: {error or 'no answer'}") from error
-            tune(sock)
-            welcome, _ = await greet(
-                sock, peer, worker.address, want_fd=False, timeout_s=self._settings.connect_s
-            )
+            welcome = await greet(reader, writer, peer, worker.address, self._settings.connect_s)
             endpoint = _endpoint(worker, welcome.ucx)
-            reader, writer = await asyncio.open_connection(sock=sock)
         except BaseException:
             worker.close()
-            if sock is not None:
+            if writer is not None:
+                writer.transport.abort()
+            elif sock is not None:
                 sock.close()
             raise
         return UcxConnection(self._region, worker, endpoint, self._settings, self._threads, reader, writer)
@@ -290,7 +304,8 @@ class UcxTransport:
 
 def _endpoint(worker: _Worker, address: bytes) -> Any:
     """UCX aborts the process on an address that is none, so it sees only those of a peer of the same
-    version that knew this source's incarnation, which is random and told to members only."""
+    version that knew this source's incarnation, which is random and told to members only, and that has
+    shown a certificate where the fleet has TLS."""
     mine = _version()
     if not address.startswith(mine) or len(address) <= len(mine):
         theirs = address.partition(b"/")[0].decode(errors="replace")[:20]

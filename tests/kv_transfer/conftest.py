@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_incarnation
+from fleet.tls import Tls
 from kv_transfer.loopback import LoopbackHub
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
@@ -57,6 +58,7 @@ class Bench:
         block_bytes: int = 4096,
         fingerprint: str = "same",
         incarnation: str = "",
+        tls: Tls | None = None,
         **settings: Any,
     ) -> Side:
         region = Region.allocate(blocks, block_bytes)
@@ -71,6 +73,7 @@ class Bench:
             settings=TransferSettings(transport=self.transport, **settings),
             on_end=lambda lease, why: ends.append((lease, why)),
             loopback=self.hub,
+            tls=tls,
         )
         side = Side(transfer, region, ends)
         self.sides.append(side)
