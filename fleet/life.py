@@ -2,7 +2,7 @@
 
 The first SIGTERM or SIGINT asks to drain, the second to hurry, the third ends the process where it is.
 A root task that ends before it was asked to ends the process with code 1: nothing dies unnoticed while
-the rest looks healthy. SIGUSR1 prints every thread's stack; SIGUSR2 logs how many tasks of each kind there are.
+the rest looks healthy. SIGUSR1 prints all stacks; SIGUSR2 logs how many tasks of each kind there are.
 """
 
 from __future__ import annotations
