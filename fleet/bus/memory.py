@@ -8,19 +8,24 @@ from collections.abc import Callable
 
 from fleet.bus import BusMessage
 from fleet.bus.mailbox import LIMIT, Mailbox, matches
+from fleet.virtual_time import outside, true_time
 
 
 class MemoryHub:
     """What the broker is to NATS; every process of a simulated fleet takes its own `bus()`.
 
     `delay_s` is the way from a publisher to a reader, in seconds; `up = False` is a broker that is away;
-    `lose`, given a subject, tells whether this one message is lost.
+    `lose`, given a subject, tells whether this one message is lost; `late`, given a subject, how many seconds
+    later than usual each copy of this one message comes: one copy, on time, where nothing is wrong.
     """
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.up = True
         self.lose: Callable[[str], bool] = lambda subject: False
+        self.late: Callable[[str], tuple[float, ...]] = lambda subject: (0.0,)
+        self.tap: Callable[[str, int], None] = lambda subject, size: None
+        """Told of every message before it is sent."""
         self.lost = 0
         """Messages that `up`, `lose` or a cut bus kept from everybody."""
         self._buses: list[MemoryBus] = []
@@ -33,16 +38,21 @@ class MemoryHub:
         return bus
 
     def send(self, message: BusMessage) -> None:
+        self.tap(message.subject, len(message.data))
         if not self.up or self.lose(message.subject):
             self.lost += 1
-        elif self.delay_s <= 0 and not self._way:
-            self._arrive(message)
-        else:
-            # A timer takes whatever is oldest on the way, so that a smaller delay overtakes nothing.
-            loop = asyncio.get_running_loop()
-            self._last_due = max(self._last_due, loop.time() + self.delay_s)
-            self._way.append(message)
-            loop.call_at(self._last_due, self._arrive_next)
+            return
+        loop = asyncio.get_running_loop()
+        for late_s in self.late(message.subject):
+            if late_s > 0:
+                outside(loop.call_later, self.delay_s + late_s, self._arrive, message)
+            elif self.delay_s <= 0 and not self._way:
+                self._arrive(message)
+            else:
+                # A timer takes whatever is oldest on the way, so that a smaller delay overtakes nothing.
+                self._last_due = max(self._last_due, true_time() + self.delay_s)
+                self._way.append(message)
+                outside(loop.call_at, self._last_due, self._arrive_next)
 
     def leave(self, bus: MemoryBus) -> None:
         if bus in self._buses:
@@ -60,21 +70,29 @@ class MemoryHub:
 
 
 class MemoryBus:
-    """One process's connection to the hub. `cut = True` is a partition: nothing goes out or comes in."""
+    """A process's connection to the hub. `mute`: nothing goes out, `deaf`: nothing comes in, `cut`: both."""
 
     def __init__(self, hub: MemoryHub) -> None:
-        self.cut = False
+        self.mute = self.deaf = False
         self._hub = hub
         self._boxes: list[Mailbox] = []
         self._taking: dict[str, tuple[Mailbox, ...]] = {}
         """Subject → the mailboxes that take it, learned as messages come."""
 
     @property
+    def cut(self) -> bool:
+        return self.mute and self.deaf
+
+    @cut.setter
+    def cut(self, cut: bool) -> None:
+        self.mute = self.deaf = cut
+
+    @property
     def connected(self) -> bool:
         return self._hub.up and not self.cut
 
     async def publish(self, subject: str, data: bytes) -> None:
-        if self.cut:
+        if self.mute:
             self._hub.lost += 1
         else:
             self._hub.send(BusMessage(subject, data))
@@ -86,7 +104,7 @@ class MemoryBus:
         return box
 
     def receive(self, message: BusMessage) -> None:
-        if self.cut:
+        if self.deaf:
             return
         boxes = self._taking.get(message.subject)
         if boxes is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from fleet.registry.session import StoreRegistry
 from fleet.registry.store import Change, Changes, Compacted, LeaseGone, Listing, StoreAway
+from fleet.virtual_time import outside
 
 _News = Changes | StoreAway | Compacted
 
@@ -23,11 +24,14 @@ class MemoryHub:
     """What the etcd server is to processes; each of a simulated fleet takes its own `registry()`.
 
     `up = False` is a server that is away or paused; leases go on to age meanwhile, the worse of the two.
-    `delay_s` is how long each call takes.
+    `delay_s` is how long each call takes, `list_s` how much longer a listing does after it was made.
     """
 
     def __init__(self, delay_s: float = 0.0, seed: int = 0) -> None:
         self.delay_s = delay_s
+        self.list_s = 0.0
+        self.tap: Callable[[], None] = lambda: None
+        """Told of every call before it is made."""
         self.revision = 1
         self.cluster = 1
         self.compacted = 0
@@ -101,7 +105,7 @@ class MemoryHub:
             self._change({key: None})
 
     def _timer(self, lease: int, ttl_s: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(ttl_s, self.end, lease)
+        return outside(asyncio.get_running_loop().call_later, ttl_s, self.end, lease)
 
     def _change(self, changes: dict[str, bytes | None], lease: int = 0) -> None:
         if not changes:
@@ -124,23 +128,34 @@ class _Store:
 
     def __init__(self, hub: MemoryHub) -> None:
         self.cut = False
+        self.unanswered = False
         self._hub = hub
 
     async def _reach(self) -> MemoryHub:
+        self._hub.tap()
         if self._hub.delay_s > 0:
             await asyncio.sleep(self._hub.delay_s)
         if self.cut or not self._hub.up:
             raise StoreAway("the registry is away")
         return self._hub
 
+    def _answered(self) -> None:
+        """Raises when what was asked has happened and the answer is lost."""
+        if self.unanswered:
+            raise StoreAway("the answer was lost")
+
     async def grant(self, ttl_s: float) -> tuple[int, float]:
-        return (await self._reach()).grant(ttl_s), ttl_s
+        lease = (await self._reach()).grant(ttl_s)
+        self._answered()
+        return lease, ttl_s
 
     async def keep_alive(self, lease: int) -> float:
         hub = await self._reach()
         if lease not in hub.leases:
             raise LeaseGone
-        return hub.keep_alive(lease)
+        granted_s = hub.keep_alive(lease)
+        self._answered()
+        return granted_s
 
     async def attached(self, lease: int) -> frozenset[str]:
         hub = await self._reach()
@@ -156,21 +171,29 @@ class _Store:
         if lease and lease not in hub.leases:
             raise LeaseGone
         hub.put(key, value, lease)
+        self._answered()
 
     async def get(self, key: str) -> bytes | None:
         value = (await self._reach()).values.get(key)
+        self._answered()
         return None if value is None else value[0]
 
     async def delete(self, key: str) -> None:
         (await self._reach()).delete(key)
+        self._answered()
 
     async def list(self, prefix: str) -> Listing:
         hub = await self._reach()
         values = {key: value for key, (value, _) in hub.values.items() if key.startswith(prefix)}
-        return Listing(values, hub.revision, hub.cluster)
+        listing = Listing(values, hub.revision, hub.cluster)
+        if hub.list_s > 0:
+            await asyncio.sleep(hub.list_s)
+        self._answered()
+        return listing
 
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
         hub = await self._reach()
+        self._answered()
         if revision <= hub.revision:
             # The hub keeps no history: what happened between listing and watching cannot be told.
             raise Compacted("history is gone")
@@ -193,7 +216,8 @@ class _Store:
 
 
 class MemoryRegistry(StoreRegistry):
-    """One process's connection to the hub. `cut = True` is a partition: nothing goes out or comes in."""
+    """One process's connection to the hub. `cut = True` is a partition: nothing goes out or comes in;
+    `unanswered = True`: what is asked for happens, and the answer and all news are lost."""
 
     def __init__(self, hub: MemoryHub, chance: random.Random) -> None:
         self._way = _Store(hub)
@@ -208,4 +232,14 @@ class MemoryRegistry(StoreRegistry):
     def cut(self, cut: bool) -> None:
         self._way.cut = cut
         if cut:
+            self._hub.break_watches(StoreAway("cut off"), self._way)
+
+    @property
+    def unanswered(self) -> bool:
+        return self._way.unanswered
+
+    @unanswered.setter
+    def unanswered(self, unanswered: bool) -> None:
+        self._way.unanswered = unanswered
+        if unanswered:
             self._hub.break_watches(StoreAway("cut off"), self._way)

@@ -1,51 +1,80 @@
 """The wire in memory, on any clock: the same sessions and calls, with delays and with faults on demand.
 
 One hub is a network. Workers serve at addresses, routers have names; what is sent arrives in order, after
-a delay. A fault holds messages back (`freeze`, `partition`) or breaks connections (`kill`); how it is
-noticed is the business of `session.py`, as over gRPC. Nothing is random.
+a delay. A fault holds messages back (`freeze`, `partition`, `slow`), breaks connections (`kill`, `cut`) or
+spoils a call; how it is noticed is the business of `session.py`, as over gRPC. Nothing is random.
+
+Where processes share a loop (`virtual_time.Process`), a worker's part of a session or call runs in the
+process that serves it: what is sent to a stopped one waits in its sockets, and delays are on no one's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from enum import Enum
+from typing import Any, TypeVar
 
 from fleet.errors import DeadlineExceeded, FleetError, Unavailable, WorkerLost, error_named
+from fleet.virtual_time import true_time
 from fleet.wire import WorkerService
 from fleet.wire.calls import CALLS, Caller
 from fleet.wire.session import RouterSession, WireSettings, WorkerSessions
+
+T = TypeVar("T")
 
 _WINDOW = 256
 """Messages under way in one direction; a writer waits for more room, as on a socket."""
 
 
+class Direction(Enum):
+    TO_WORKER = "to worker"
+    TO_ROUTER = "to router"
+
+
+class Spoilt(Enum):
+    """What becomes of a call."""
+
+    BROKEN = "broken"
+    """Done at the worker; the connection breaks before the answer."""
+    SILENT = "silent"
+    """Never answered."""
+
+
 class _Way:
     """One direction between a router and a worker."""
 
-    def __init__(self, hub: MemoryHub, router: str, address: str, delay_s: float) -> None:
+    def __init__(self, hub: MemoryHub, router: str, address: str, direction: Direction) -> None:
         self._hub = hub
-        self.route = (router, address)
-        self._delay_s = delay_s
-        self._loop = asyncio.get_running_loop()
+        self.route = (router, address, direction)
+        self._last_due = 0.0
         self._items: deque[tuple[float, bytes | None]] = deque()
         self._cut = ""
         self.moved = asyncio.Event()
         """Set when something was put, taken, cut or let through."""
 
+    def _due(self) -> float:
+        """On the true clock; a shorter delay overtakes nothing."""
+        self._last_due = max(self._last_due, true_time() + self._hub.delay_s(*self.route))
+        return self._last_due
+
     async def put(self, data: bytes) -> None:
+        self._hub.tap(*self.route, len(data))
         while len(self._items) >= _WINDOW and not self._cut:
             self.moved.clear()
             await self.moved.wait()
         if self._cut:
             raise Unavailable(self._cut)
-        self._items.append((self._loop.time() + self._delay_s, data))
+        self._items.append((self._due(), data))
         self.moved.set()
 
     def cut(self, why: str) -> None:
         """The last item; the reader finds it after all that was put before."""
         if not self._cut:
             self._cut = why
-            self._items.append((self._loop.time() + self._delay_s, None))
+            self._items.append((self._due(), None))
             self.moved.set()
 
     async def get(self) -> bytes:
@@ -53,7 +82,7 @@ class _Way:
             if not self._items or self._hub.holds(*self.route):
                 self.moved.clear()
                 await self.moved.wait()
-            elif (wait_s := self._items[0][0] - self._loop.time()) > 0:
+            elif (wait_s := self._items[0][0] - true_time()) > 0:
                 await asyncio.sleep(wait_s)
             elif (item := self._items[0][1]) is None:
                 raise Unavailable(self._cut)  # the item stays: whoever reads again is told again
@@ -82,9 +111,10 @@ class _Connection:
     """Two ways between a router and a worker, cut together."""
 
     def __init__(self, hub: MemoryHub, router: str, address: str) -> None:
+        self.router = router
         self.address = address
-        self.to_worker = _Way(hub, router, address, hub.to_worker_s)
-        self.to_router = _Way(hub, router, address, hub.to_router_s)
+        self.to_worker = _Way(hub, router, address, Direction.TO_WORKER)
+        self.to_router = _Way(hub, router, address, Direction.TO_ROUTER)
 
     def cut(self, why: str) -> None:
         self.to_worker.cut(why)
@@ -105,6 +135,11 @@ class _Host:
         self.service = service
         self.sessions = sessions
         self.tasks: dict[asyncio.Task[None], None] = {}
+        self._context = copy_context()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """In the process that serves."""
+        return asyncio.get_running_loop().create_task(work, context=self._context.copy())
 
 
 class MemoryHub:
@@ -119,7 +154,11 @@ class MemoryHub:
         self._hosts: dict[str, _Host] = {}
         self._connections: dict[_Connection, None] = {}
         self._frozen: set[str] = set()
-        self._parted: set[tuple[str, str]] = set()
+        self._parted: set[tuple[str, str, Direction]] = set()
+        self._slow: dict[tuple[str, str], float] = {}
+        self._spoilt: defaultdict[str, deque[Spoilt]] = defaultdict(deque)
+        self.tap: Callable[[str, str, Direction, int], None] = lambda router, address, direction, size: None
+        """Told of every message before it is sent; may play a fault at that very moment."""
 
     def serve(self, service: WorkerService, address: str = "") -> MemoryServer:
         """ValueError when the address is taken; a free one is chosen for ""."""
@@ -144,6 +183,13 @@ class MemoryHub:
                 connection.cut("the connection broke")
         self._let_through()
 
+    def cut(self, router: str, address: str = "") -> None:
+        """Connections of a router break, all or those with one worker: a reset, or the router was killed."""
+        for connection in self._connections:
+            if connection.router == router and address in ("", connection.address):
+                connection.cut("the connection broke")
+        self._let_through()
+
     def freeze(self, address: str) -> None:
         """Nothing leaves or enters the worker until `unfreeze`; connections stand, as under SIGSTOP."""
         self._frozen.add(address)
@@ -152,16 +198,30 @@ class MemoryHub:
         self._frozen.discard(address)
         self._let_through()
 
-    def partition(self, router: str, address: str) -> None:
-        """Nothing passes between these two until `heal`; neither is told."""
-        self._parted.add((router, address))
+    def partition(self, router: str, address: str, direction: Direction | None = None) -> None:
+        """Nothing passes between these two, or in one direction, until `heal`; neither is told."""
+        for way in Direction if direction is None else (direction,):
+            self._parted.add((router, address, way))
 
     def heal(self, router: str, address: str) -> None:
-        self._parted.discard((router, address))
+        for way in Direction:
+            self._parted.discard((router, address, way))
         self._let_through()
 
-    def holds(self, router: str, address: str) -> bool:
-        return address in self._frozen or (router, address) in self._parted
+    def slow(self, router: str, address: str, seconds: float) -> None:
+        """Everything between these two takes so much longer, from now on; 0 ends it."""
+        self._slow[router, address] = seconds
+
+    def spoil(self, address: str, how: Spoilt) -> None:
+        """The next call there goes wrong; several are spoilt one after the other."""
+        self._spoilt[address].append(how)
+
+    def holds(self, router: str, address: str, direction: Direction) -> bool:
+        return address in self._frozen or (router, address, direction) in self._parted
+
+    def delay_s(self, router: str, address: str, direction: Direction) -> float:
+        usual_s = self.to_worker_s if direction is Direction.TO_WORKER else self.to_router_s
+        return usual_s + self._slow.get((router, address), 0.0)
 
     def _let_through(self) -> None:
         for connection in self._connections:
@@ -169,6 +229,11 @@ class MemoryHub:
             connection.to_router.moved.set()
 
     # --- for the two ends ---
+
+    def spoilt(self, address: str) -> Spoilt | None:
+        """What is to become of a call that is made now."""
+        coming = self._spoilt.get(address)
+        return coming.popleft() if coming else None
 
     def connect(self, router: str, address: str) -> _Connection:
         connection = _Connection(self, router, address)
@@ -196,7 +261,7 @@ class MemoryHub:
                 self._connections.pop(connection, None)
                 connection.cut("the worker ended the session")
 
-        task = asyncio.get_running_loop().create_task(session())
+        task = host.start(session())
         host.tasks[task] = None
         task.add_done_callback(host.tasks.pop)
 
@@ -263,10 +328,14 @@ class MemoryWire(Caller):
         try:
             async with asyncio.timeout(timeout_s):
                 host = await self._hub.arrive(connection)
-                try:
-                    reply = await CALLS[name](host.service, data)
-                except FleetError as error:
-                    raise error_named(type(error).__name__, f"{address}: {error.message}") from None
+                spoilt = self._hub.spoilt(address)
+                reply = await _abandonable(host.start(_answered(address, name, host.service, data)))
+                if spoilt is Spoilt.BROKEN:
+                    connection.cut("the connection broke")
+                elif spoilt is Spoilt.SILENT:
+                    return await connection.carry(connection.to_router, None)
+                if isinstance(reply, FleetError):
+                    raise reply
                 return await connection.carry(connection.to_router, reply)
         except TimeoutError:
             raise DeadlineExceeded(f"{address}: {name} took more than {timeout_s} s") from None
@@ -275,3 +344,19 @@ class MemoryWire(Caller):
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in list(self._sessions)))
+
+
+async def _answered(address: str, name: str, service: WorkerService, data: bytes) -> bytes | FleetError:
+    try:
+        return await CALLS[name](service, data)
+    except FleetError as error:
+        return error_named(type(error).__name__, f"{address}: {error.message}")
+
+
+async def _abandonable(task: asyncio.Task[T]) -> T:
+    """Its result; who is cancelled does not wait for it, as its process may stand still."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fleet.bus.mailbox import Mailbox
 from fleet.bus.memory import MemoryHub
-from fleet.virtual_time import run
+from fleet.virtual_time import Process, run
 
 
 async def drain(box: Mailbox) -> list[bytes]:
@@ -84,3 +84,39 @@ def test_messages_are_lost_where_the_test_says_so() -> None:
         assert hub.lost == 4
 
     run(main())
+
+
+def test_a_message_can_come_late_and_twice_and_ways_can_be_cut_one_by_one() -> None:
+    async def main() -> list[bytes]:
+        hub = MemoryHub(delay_s=0.1)
+        box = await (reader := hub.bus()).subscribe("a")
+        sender = hub.bus()
+        hub.late = lambda subject: (0.0, 5.0)
+        await sender.publish("a", b"twice")
+        hub.late = lambda subject: (2.0,)
+        await sender.publish("a", b"late")
+        hub.late = lambda subject: (0.0,)
+        await sender.publish("a", b"usual")
+        sender.mute = True
+        await sender.publish("a", b"never said")
+        sender.mute, reader.mute = False, True
+        await sender.publish("a", b"heard")
+        await asyncio.sleep(10)
+        reader.deaf = True
+        await sender.publish("a", b"never heard")
+        assert reader.cut
+        return await drain(box)
+
+    assert run(main()) == [b"twice", b"usual", b"heard", b"late", b"twice"]
+
+
+def test_what_a_stopped_process_sent_before_still_comes() -> None:
+    async def main() -> list[bytes]:
+        hub = MemoryHub(delay_s=0.5)
+        box = await hub.bus().subscribe("a")
+        sender = Process("sender", offset_s=1e4)
+        await sender.start(hub.bus().publish("a", b"x"))
+        sender.stop()
+        return await drain(box)
+
+    assert run(main()) == [b"x"]

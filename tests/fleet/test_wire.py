@@ -47,7 +47,7 @@ from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
 from fleet.member import MemberState
 from fleet.request import FinishReason, Request, Sampling, Usage
 from fleet.wire import Session, Wire, WireServer, WorkerEnd, WorkerService
-from fleet.wire.memory import MemoryHub
+from fleet.wire.memory import Direction, MemoryHub, Spoilt
 from fleet.wire.rpc import GrpcWire, RouterPipe, serve
 from fleet.wire.session import WireSettings, merge
 
@@ -855,3 +855,72 @@ def test_a_taken_port_is_an_error_and_loopback_is_the_default() -> None:
         await first.close(0)
 
     live(scenario())
+
+
+@pytest.mark.parametrize(
+    ("direction", "hears"), [(Direction.TO_WORKER, "worker"), (Direction.TO_ROUTER, "router")]
+)
+def test_a_partition_of_one_direction_is_found_by_the_end_that_hears_nothing(
+    direction: Direction, hears: str
+) -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        service = Recorder()
+        hub.serve(service, "w")
+        wire = hub.wire("r")
+        session = await wire.open("w")
+        hub.partition("r", "w", direction)
+        service.ends[0].send(Frame(tokens=(Token(1, 1),)))
+        if direction is Direction.TO_ROUTER:
+            assert "nothing heard" in (await lost(session)).message
+        else:
+            assert (await anext(session)).tokens
+            await service.until(lambda: len(service.closes) == 1)
+        hub.heal("r", "w")
+        await lost(session)
+        await service.until(lambda: len(service.closes) == 1)
+        await wire.close()
+
+    in_memory(scenario)
+
+
+@pytest.mark.parametrize("spoilt", list(Spoilt))
+def test_a_spoilt_call_fails_once_and_in_time(spoilt: Spoilt) -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        hub.serve(Recorder(), "w")
+        wire = hub.wire("r")
+        hub.spoil("w", spoilt)
+        with pytest.raises(WorkerLost if spoilt is Spoilt.BROKEN else DeadlineExceeded):
+            await wire.status("w", 3.0)
+        await wire.status("w", 3.0)
+
+    in_memory(scenario)
+
+
+def test_a_stopped_process_keeps_its_connections_and_answers_when_it_goes_on() -> None:
+    async def scenario(hub: MemoryHub) -> None:
+        service, process = Recorder(), virtual_time.Process("worker", offset_s=-40.0)
+
+        async def serve_there() -> None:
+            hub.serve(service, "w")
+
+        await process.start(serve_there())
+        wire = hub.wire("r")
+        session = await wire.open("w")
+        process.stop()
+        session.send(Release(LeaseId("a")))
+        asked = asyncio.create_task(wire.status("w", 100.0))
+        with pytest.raises(DeadlineExceeded):
+            await wire.status("w", 2.0)
+        assert not service.messages
+        process.resume()
+        await asked
+        assert service.messages == [Release(LeaseId("a"))]
+        # A delay on one end's clock and the look on the other's would show as 40 s.
+        hub.slow("r", "w", 0.5)
+        before = asyncio.get_running_loop().time()
+        await wire.status("w", 3.0)
+        assert asyncio.get_running_loop().time() - before == pytest.approx(1.0)
+        hub.cut("r", "w")
+        await lost(session)
+
+    in_memory(scenario)
