@@ -21,16 +21,23 @@ from fleet.request import Sampling, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
+_FACTOR = 0xD1342543DE82EF95
 _PROBES = 2
 """Earlier tokens whose KV a draw depends on, so that a block lost far back is noticed too."""
 
 
 def _mix(a: int, b: int) -> int:
     """64 bits of two numbers (the finalizer of SplitMix64)."""
-    z = (a ^ (b + 1) * 0xD1342543DE82EF95) & _MASK
+    z = (a ^ (b + 1) * _FACTOR) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _next_kv(last: int, token: int) -> int:
+    """KV of a token after a context with the KV `last`: a polynomial hash of 64 bits. Whatever is drawn goes
+    through `_mix`."""
+    return (last * _FACTOR + token + 1) & _MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def reference_tokens(
     kv: list[int] = []
     last = _START
     for token in prompt:
-        last = _mix(last, token)
+        last = _next_kv(last, token)
         kv.append(last)
     drawn: list[int] = []
     while len(drawn) < (sampling.max_tokens if count is None else count):
@@ -100,7 +107,7 @@ def reference_tokens(
         drawn.append(token)
         if token in sampling.stop_token_ids and len(drawn) > sampling.min_tokens:
             break
-        last = _mix(last, token)
+        last = _next_kv(last, token)
         kv.append(last)
     return drawn
 
@@ -131,6 +138,9 @@ class LatencyRunner:
     tokenizer: str = "toy"
     """Digest of the tokenizer that the fleet's other workers name, if any."""
     _words: NDArray[np.uint32] = field(init=False, repr=False)
+    """`[blocks, 2, block_size]`."""
+    _flat: memoryview = field(init=False, repr=False)
+    """The same, one after another: single words are read and written in a tenth of the time."""
 
     def __post_init__(self) -> None:
         if self.layout != self.layout_of(self.layout.block_size):
@@ -140,6 +150,7 @@ class LatencyRunner:
         if not self.memory.flags.c_contiguous:
             raise ValueError("memory must be contiguous")
         self._words = self.memory.view(np.uint32).reshape(self.blocks, 2, self.layout.block_size)
+        self._flat = self._words.reshape(-1).data
 
     @staticmethod
     def layout_of(block_size: int) -> KvLayout:
@@ -197,7 +208,7 @@ class LatencyRunner:
         last = self._read(chunk, start - 1) if start else _START
         values: list[int] = []
         for token in chunk.tokens:
-            last = _mix(last, token)
+            last = _next_kv(last, token)
             values.append(last)
         self._write(chunk, values)
         if not chunk.draw:
@@ -207,21 +218,21 @@ class LatencyRunner:
         return token if chunk.matcher is None else nearest(chunk.matcher, token, chunk, end)
 
     def _read(self, chunk: Chunk, position: int) -> int:
-        block, offset = divmod(position, self.layout.block_size)
-        low, high = self._words[chunk.blocks[block], :, offset].tolist()
-        return int(low | high << 32)
+        size = self.layout.block_size
+        block, offset = divmod(position, size)
+        place = chunk.blocks[block] * 2 * size + offset
+        return int(self._flat[place] | self._flat[place + size] << 32)
 
     def _write(self, chunk: Chunk, values: list[int]) -> None:
         size = self.layout.block_size
         if len(values) == 1:
             block, offset = divmod(chunk.start, size)
-            self._words[chunk.blocks[block], :, offset] = (values[0] & 0xFFFFFFFF, values[0] >> 32)
+            place = chunk.blocks[block] * 2 * size + offset
+            self._flat[place], self._flat[place + size] = values[0] & 0xFFFFFFFF, values[0] >> 32
             return
-        positions = np.arange(chunk.start, chunk.start + len(values))
-        blocks = np.asarray(chunk.blocks)[positions // size]
-        kv = np.array(values, dtype=np.uint64)
-        self._words[blocks, 0, positions % size] = (kv & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-        self._words[blocks, 1, positions % size] = (kv >> np.uint64(32)).astype(np.uint32)
+        blocks, offsets = np.divmod(np.arange(chunk.start, chunk.start + len(values)), size)
+        halves = np.array(values, dtype="<u8").view("<u4").reshape(-1, 2)
+        self._words[np.asarray(chunk.blocks)[blocks], :, offsets] = halves
 
     def _scores(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
         """Made up of the KV before each token, so that wrong KV shows."""
