@@ -196,9 +196,21 @@ class Engine:
             prefill_tokens_s=self._speeds.prefill_tokens_s,
             decode_step_s=self._speeds.decode_step_s,
             decode_batch=self._speeds.decode_batch,
-            stalled_s=self._now() - self._progress_at if scheduler.has_work else 0.0,
+            stalled_s=self._now() - self._progress_at if self._owes_progress else 0.0,
             counters=scheduler.totals(),
         )
+
+    def retune(self, settings: EngineSettings) -> None:
+        """From the next step on: `max_batch`, `max_step_tokens`, `short_prompt_share` and `max_waiting`."""
+        self._scheduler.retune(settings)
+        self._wake.set()
+
+    @property
+    def _owes_progress(self) -> bool:
+        """A step that is under way is to end. Work that waits is to be stepped, unless it may be waiting
+        for blocks that only others can give back."""
+        scheduler = self._scheduler
+        return scheduler.in_flight or (scheduler.has_work and not scheduler.others_have_blocks)
 
     def cached(self) -> tuple[int, ...]:
         """`short()` names of all blocks that can be found: what the events of all reports add up to."""

@@ -147,6 +147,13 @@ class Scheduler:
         if sequence is not None and sequence.state is State.HELD:
             self._let_go(sequence)
 
+    def retune(self, settings: EngineSettings) -> None:
+        """Sizes the steps by these from the next one on; what else they say is not looked at."""
+        used = {s.slot for s in self._sequences.values() if s.slot >= 0}
+        # Slots beyond a smaller batch are given up as their sequences end.
+        self._slots = [slot for slot in range(settings.max_batch - 1, -1, -1) if slot not in used]
+        self._settings = settings
+
     # The step.
 
     def plan(self) -> Plan:
@@ -243,6 +250,17 @@ class Scheduler:
         """Whether a step could be wanted now; what is only being filled or held waits for others."""
         return bool(self._running or self._waiting)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is being computed."""
+        return self._flight is not None
+
+    @property
+    def others_have_blocks(self) -> bool:
+        """Whether blocks are held, being filled or in quarantine: others give them back, in their time."""
+        own = len(self._running) + len(self._waiting)
+        return bool(self._quarantine) or len(self._sequences) > own
+
     def totals(self) -> dict[str, int]:
         pool = {f"block_{name}": count for name, count in asdict(self.pool.counts).items()}
         return asdict(self.counters) | pool
@@ -267,7 +285,8 @@ class Scheduler:
         assert all(not s.blocks and s.slot < 0 and not s.computed for s in self._waiting)
         assert self._waiting == sorted(self._waiting, key=policy.turn), "the queue is out of order"
         slots = [s.slot for s in self._sequences.values() if s.slot >= 0] + self._slots
-        assert sorted(slots) == list(range(self._settings.max_batch)), "a slot is lost or used twice"
+        assert len(set(slots)) == len(slots), "a slot is used twice"
+        assert set(range(self._settings.max_batch)) <= set(slots), "a slot is lost"
         assert self.pool.quarantined == sum(map(len, self._quarantine.values()))
         if idle:
             assert not self._sequences, f"left over: {sorted(self._sequences)}"
@@ -552,7 +571,8 @@ class Scheduler:
         del self._sequences[sequence.id]
 
     def _free_slot(self, sequence: Sequence) -> None:
-        self._slots.append(sequence.slot)
+        if sequence.slot < self._settings.max_batch:
+            self._slots.append(sequence.slot)
         sequence.slot = -1
 
     def _report(

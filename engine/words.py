@@ -198,6 +198,7 @@ class EngineLoad:
     decode_batch: float | None
     """Sequences in those steps, on average."""
     stalled_s: float
-    """Seconds since a step was last finished while there was work; 0 when there is none."""
+    """Seconds since a step was last finished while one was owed: one is under way, or work waits for nothing
+    that others have. 0 when none is."""
     counters: dict[str, int]
     """Totals since start; see `engine.scheduler.Counters`."""
