@@ -5,6 +5,9 @@ sections. The field `engine.block_size` is `block_size` in the TOML table `[engi
 `PDFLEET_ENGINE_BLOCK_SIZE` and the flag `--engine.block-size`; the string literal below a field is its
 help. A setting that does not exist, cannot be read or is refused by a `__post_init__` is an error that
 names it and where it came from.
+
+A field `classes: Mapping[str, Section]` is a table of sections with names of the operator's choosing, beside
+those of its default: `[classes.voice]` in TOML, `PDFLEET_CLASSES_VOICE_X` and `--classes.voice.x`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import difflib
 import inspect
 import math
 import os
+import re
 import ssl
 import sys
 import textwrap
@@ -31,6 +35,8 @@ T = TypeVar("T")
 
 PREFIX = "PDFLEET_"
 
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
+"""Of a section in a table: without underscores, so that flags and variables can be told apart."""
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
@@ -134,19 +140,38 @@ class _Setting:
 
     @property
     def variable(self) -> str:
-        return PREFIX + "_".join(self.path).upper()
+        return PREFIX + "_".join(self.path).upper().replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A field that holds named sections."""
+
+    path: tuple[str, ...]
+    section: type[Any]
+    default: Mapping[str, Any]
+
+    def settings(self, name: str) -> Iterator[_Setting]:
+        return _settings(self.section, (*self.path, name), self.default.get(name, MISSING))
+
+    @property
+    def prefix(self) -> str:
+        return PREFIX + "_".join(self.path).upper() + "_"
 
 
 def load(cls: type[T], argv: Sequence[str], environ: Mapping[str, str], prog: str = "") -> T:
     """The settings. Raises `SettingsError`, or `HelpAsked` if `--help` or `-h` is in `argv`."""
+    tables = tuple(_tables(cls))
     settings = {setting.path: setting for setting in _settings(cls)}
+    for table in tables:
+        settings |= {setting.path: setting for name in table.default for setting in table.settings(name)}
     if "--help" in argv or "-h" in argv:
         raise HelpAsked(help_text(cls, prog))
-    config, flags = _read_flags(settings, argv)
+    config, flags = _read_flags(settings, tables, argv)
     values: dict[tuple[str, ...], Any] = {}
     if config is not None:
-        _read_toml(cls, settings, config, values)
-    _read_environment(cls, settings, environ, values)
+        _read_toml(settings, tables, config, values)
+    _read_environment(settings, tables, environ, values)
     return _build(cls, (), {**values, **flags})
 
 
@@ -174,11 +199,15 @@ def help_text(cls: type[Any], prog: str = "") -> str:
     lines = [f"usage: {prog or 'PROGRAM'} [--config FILE.toml] [--SETTING VALUE ...]", ""]
     lines += textwrap.wrap((inspect.getdoc(cls) or "").partition("\n\n")[0], 100)
     lines += ["", "Later wins: the file's tables, then the environment, then flags."]
+    tables = {(*table.path, "NAME"): table for table in _tables(cls)}
     section: tuple[str, ...] | None = None
-    for setting in _settings(cls):
+    for setting in (*_settings(cls), *(s for table in tables.values() for s in table.settings("NAME"))):
         if setting.path[:-1] != section:
             section = setting.path[:-1]
-            lines += ["", ".".join(section) + ":" if section else "settings:"]
+            title = ".".join(section) + ":" if section else "settings:"
+            if section in tables:
+                title += f"  (there are by default: {', '.join(tables[section].default) or 'none'})"
+            lines += ["", title]
         lines.append(f"  {setting.flag} {_kind(setting.type).upper()}")
         meaning = _docs(setting.owner).get(setting.path[-1], "")
         if setting.secret:
@@ -202,14 +231,30 @@ def _settings(cls: type[Any], path: tuple[str, ...] = (), default: Any = MISSING
         preset = _default(item) if default is MISSING else getattr(default, item.name)
         if _is_section(hints[item.name]):
             nested.append((hints[item.name], (*path, item.name), preset))
-        else:
+        elif _named(hints[item.name]) is None:
             yield _Setting((*path, item.name), hints[item.name], preset, cls, not item.repr)
     for section, section_path, preset in nested:
         yield from _settings(section, section_path, preset)
 
 
+def _tables(cls: type[Any], path: tuple[str, ...] = (), default: Any = MISSING) -> Iterator[_Table]:
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        preset = _default(item) if default is MISSING else getattr(default, item.name)
+        if (section := _named(hints[item.name])) is not None:
+            yield _Table((*path, item.name), section, preset)
+        elif _is_section(hints[item.name]):
+            yield from _tables(hints[item.name], (*path, item.name), preset)
+
+
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)
+
+
+def _named(kind: Any) -> type[Any] | None:
+    """Section of a table of named sections; None of any other type."""
+    arguments = get_args(kind)
+    return arguments[1] if get_origin(kind) is Mapping and _is_section(arguments[1]) else None
 
 
 def _default(item: Field[Any]) -> Any:
@@ -239,8 +284,19 @@ def _docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
+def _name_section(
+    settings: dict[tuple[str, ...], _Setting], table: _Table, name: str, where: str
+) -> list[_Setting]:
+    """Makes the settings of a section of that name known."""
+    if not _NAME.fullmatch(name):
+        raise SettingsError(f"{where}: {name!r} is no name; small letters, digits and hyphens are needed")
+    made = list(table.settings(name))
+    settings.update({setting.path: setting for setting in made})
+    return made
+
+
 def _read_flags(
-    settings: Mapping[tuple[str, ...], _Setting], argv: Sequence[str]
+    settings: dict[tuple[str, ...], _Setting], tables: Sequence[_Table], argv: Sequence[str]
 ) -> tuple[Path | None, dict[tuple[str, ...], Any]]:
     by_flag = {setting.flag: setting for setting in settings.values()}
     config: Path | None = None
@@ -248,6 +304,11 @@ def _read_flags(
     rest = list(argv)
     while rest:
         name, given, text = rest.pop(0).partition("=")
+        parts = tuple(name.removeprefix("--").split("."))
+        for table in tables:
+            at = len(table.path)
+            if tuple(part.replace("-", "_") for part in parts[:at]) == table.path and len(parts) > at + 1:
+                by_flag |= {made.flag: made for made in _name_section(settings, table, parts[at], name)}
         setting = by_flag.get(name)
         if setting is None and name != "--config":
             if not name.startswith("--"):
@@ -272,11 +333,20 @@ def _read_flags(
 
 
 def _read_environment(
-    cls: type[Any],
-    settings: Mapping[tuple[str, ...], _Setting],
+    settings: dict[tuple[str, ...], _Setting],
+    tables: Sequence[_Table],
     environ: Mapping[str, str],
     values: dict[tuple[str, ...], Any],
 ) -> None:
+    for variable in environ:
+        for table in tables:
+            if variable.startswith(table.prefix):
+                rest = variable.removeprefix(table.prefix)
+                ends = [f"_{setting.path[-1].upper()}" for setting in table.settings("name")]
+                end = max((end for end in ends if rest.endswith(end)), key=len, default="")
+                if end and rest != end:
+                    name = rest.removesuffix(end).lower().replace("_", "-")
+                    _name_section(settings, table, name, variable)
     by_variable = {setting.variable: setting for setting in settings.values()}
     assert len(by_variable) == len(settings), "two settings would have the same variable"
     sections = tuple({PREFIX + path[0].upper() + "_" for path in settings if len(path) > 1})
@@ -290,8 +360,8 @@ def _read_environment(
 
 
 def _read_toml(
-    cls: type[Any],
-    settings: Mapping[tuple[str, ...], _Setting],
+    settings: dict[tuple[str, ...], _Setting],
+    tables: Sequence[_Table],
     file: Path,
     values: dict[tuple[str, ...], Any],
 ) -> None:
@@ -301,12 +371,17 @@ def _read_toml(
         raise SettingsError(f"--config {file}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file}: not TOML: {error}") from None
-    sections = {path[:n] for path in settings for n in range(1, len(path))}
+    by_path = {table.path: table for table in tables}
+    sections = {path[:n] for path in settings for n in range(1, len(path))} | set(by_path)
 
     def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in table.items():
             here = (*path, name)
             where = f"{file}: {'.'.join(here)}"
+            if path in by_path:
+                sections.add(here)
+                values.setdefault(here, None)  # It is there, also where it sets nothing.
+                _name_section(settings, by_path[path], name, where)
             if here in settings:
                 values[here] = _convert(settings[here].type, value, where)
             elif here not in sections:
@@ -332,6 +407,12 @@ def _build(
         preset = _default(item) if default is MISSING else getattr(default, item.name)
         if _is_section(hints[item.name]):
             given[item.name] = _build(hints[item.name], here, values, preset)
+        elif (section := _named(hints[item.name])) is not None:
+            named = [path[len(here)] for path in values if path[: len(here)] == here]
+            given[item.name] = {
+                name: _build(section, (*here, name), values, preset.get(name, MISSING))
+                for name in dict.fromkeys((*preset, *named))
+            }
         elif here in values:
             given[item.name] = values[here]
         elif preset is MISSING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -174,3 +175,75 @@ def test_a_process_exits_with_one_clear_line(capsys: pytest.CaptureFixture[str])
 
 def test_a_password_is_not_printed() -> None:
     assert "hunter2" not in repr(ControlSettings(etcd_password="hunter2"))
+
+
+@dataclass(frozen=True, slots=True)
+class Tabled:
+    """With a table of sections."""
+
+    places: Mapping[str, Inner] = field(
+        default_factory=lambda: {"home": Inner(block_size=4), "away": Inner()}
+    )
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_a_table_has_the_sections_of_its_default_and_those_that_are_named(tmp_path: Path) -> None:
+    assert load(Tabled, [], {}) == Tabled()
+    file = tmp_path / "a.toml"
+    file.write_text("[places.home]\nspeed = 9\n[places.far-off]\nblock_size = 7\n[places.plain]\n")
+    loaded = load(
+        Tabled,
+        ["--config", str(file), "--places.far-off.limit=3", "--places.new.on", "--inner.block-size=1"],
+        {"PDFLEET_PLACES_FAR_OFF_BLOCK_SIZE": "8", "PDFLEET_PLACES_AWAY_COLOUR": "blue",
+         "PDFLEET_PLACES_SOME_WHERE_SPEED": "2"},
+    )  # fmt: skip
+    assert loaded.inner == Inner(block_size=1)
+    assert loaded.places == {
+        "home": Inner(block_size=4, speed=9.0),
+        "away": Inner(colour=Colour.BLUE),
+        "far-off": Inner(block_size=8, limit=3),
+        "plain": Inner(),
+        "some-where": Inner(speed=2.0),
+        "new": Inner(on=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "says"),
+    [
+        (["--places.home.sped", "1"], {}, r"no setting --places.home.sped; did you mean --places.home.speed"),
+        (["--places.new.sped", "1"], {}, r"no setting --places.new.sped"),
+        (["--places.home", "1"], {}, r"no setting --places.home"),
+        (["--places.A_b.speed", "1"], {}, r"'A_b' is no name"),
+        (["--places.new.block-size", "0"], {}, r"places.new: block_size is 0"),
+        ([], {"PDFLEET_PLACES_HOME_SPED": "1"}, r"no setting PDFLEET_PLACES_HOME_SPED"),
+        ([], {"PDFLEET_PLACES_SPEED": "1"}, r"no setting PDFLEET_PLACES_SPEED"),
+    ],
+)
+def test_what_is_wrong_in_a_table_is_named(argv: list[str], environ: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load(Tabled, argv, environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[places.home]\nsped = 1", r"no setting .*places\.home\.sped"),
+        ("[places]\nhome = 1", r"places\.home is a section"),
+        ("places = 1", r"places is a section"),
+        ('[places."a b"]\nspeed = 1', r"'a b' is no name"),
+    ],
+)
+def test_what_is_wrong_in_a_files_table_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=says):
+        load(Tabled, ["--config", str(file)], {})
+
+
+def test_help_shows_a_table_once() -> None:
+    text = help_text(Tabled)
+    assert "places.NAME:  (there are by default: home, away)" in text
+    assert "--places.NAME.block-size INT" in text
+    assert "[PDFLEET_PLACES_NAME_BLOCK_SIZE]" in text
+    assert text.count("Tokens in a block.") == 2
