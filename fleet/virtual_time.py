@@ -96,6 +96,10 @@ class Process:
         self._held.append(handle)
         return True
 
+    def call(self, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
+        """Calls it now, as this process."""
+        return self.context.copy().run(function, *args)
+
     def start(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of this process."""
         return asyncio.get_running_loop().create_task(coro, context=self.context.copy())

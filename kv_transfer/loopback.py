@@ -1,34 +1,60 @@
 """Transfers inside one process, on any clock: a model of links with bandwidth, latency and failures.
 
 For the fleet in virtual time and for tests. Bytes are really copied; only the time they take is modelled.
+Where processes share a loop (`virtual_time.Process`), what a source does is done in its own process: one
+that is stopped answers nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
-from fleet.errors import TransferFailed
+from fleet.errors import LeaseExpired, TransferFailed
 from fleet.ids import LeaseId
+from fleet.virtual_time import outside, true_time
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transport import Peer, Reading, Source, settle, settled, verify
+
+T = TypeVar("T")
+
+
+class Damage(Enum):
+    """How bytes of a read come to be wrong, though it seems to go well."""
+
+    FLIPPED = "flipped"
+    """One bit of the last block."""
+    TORN = "torn"
+    """The second half of the last block never came."""
+    STALE = "stale"
+    """The last block is what lay there before."""
+    SWAPPED = "swapped"
+    """The bytes are those of another block of the source."""
 
 
 @dataclass
 class _Port:
     """One worker's place on the network; `egress_free` and `ingress_free` are when its link is idle again."""
 
+    address: str
     source: Source
+    context: Context
+    """Of the process that serves."""
     egress_free: float = 0.0
     ingress_free: float = 0.0
     alive: bool = True
     thawed: asyncio.Event = field(default_factory=asyncio.Event)
     delay_s: float = 0.0
     drops: int = 0
-    corrupts: int = 0
+    damages: deque[Damage] = field(default_factory=deque)
     connections: list[LoopbackConnection] = field(default_factory=list)
 
 
@@ -46,10 +72,15 @@ class LoopbackHub:
         self.bytes_s = bytes_s
         self.latency_s = latency_s
         self.block_bytes = block_bytes
+        self.tap: Callable[[str, str, str], None] = lambda reader, source, what: None
+        """Told of everything asked of a source before it is sent: connect, read, renew, leave."""
+        self.damaged = 0
+        """Reads so far whose bytes were made to differ."""
         self._ports: dict[str, _Port] = {}
+        self._parted: dict[tuple[str, str], asyncio.Event] = {}
 
     def attach(self, address: str, source: Source) -> None:
-        port = self._ports[address] = _Port(source)
+        port = self._ports[address] = _Port(address, source, copy_context())
         port.thawed.set()
 
     def detach(self, address: str) -> None:
@@ -80,6 +111,24 @@ class LoopbackHub:
     def thaw(self, address: str) -> None:
         self._ports[address].thawed.set()
 
+    def part(self, reader: str, source: str) -> None:
+        """Nothing passes between these two, nor breaks, until `heal`. Others reach both."""
+        self._parted.setdefault((reader, source), asyncio.Event())
+
+    def heal(self, reader: str, source: str) -> None:
+        if (healed := self._parted.pop((reader, source), None)) is not None:
+            healed.set()
+
+    def cut(self, address: str) -> None:
+        """Every open path to it breaks, once."""
+        for connection in list(self._ports[address].connections):
+            connection.shut()
+
+    def way(self, reader: str, source: _Port) -> asyncio.Event | None:
+        """What a message between these two waits for now; None: nothing."""
+        parted = self._parted.get((reader, source.address))
+        return parted or (None if source.thawed.is_set() else source.thawed)
+
     def delay(self, address: str, seconds: float) -> None:
         """Extra latency of everything asked of it."""
         self._ports[address].delay_s = seconds
@@ -88,9 +137,9 @@ class LoopbackHub:
         """The next reads are never answered."""
         self._ports[address].drops += reads
 
-    def corrupt(self, address: str, reads: int = 1) -> None:
-        """One byte of the next reads arrives flipped."""
-        self._ports[address].corrupts += reads
+    def corrupt(self, address: str, reads: int = 1, how: Damage = Damage.FLIPPED) -> None:
+        """The next reads arrive damaged."""
+        self._ports[address].damages.extend([how] * reads)
 
 
 class LoopbackTransport:
@@ -109,11 +158,18 @@ class LoopbackTransport:
         return address.startswith("loopback:")
 
     async def connect(self, address: str, peer: Peer) -> LoopbackConnection:
+        self._hub.tap(self.address, address, "connect")
         port = self._hub.port(address)
-        await asyncio.sleep(self._hub.latency_s + port.delay_s)
-        await port.thawed.wait()
+        try:
+            async with asyncio.timeout(self._settings.connect_s):
+                await asyncio.sleep(self._hub.latency_s + port.delay_s)
+                while (way := self._hub.way(self.address, port)) is not None:
+                    await way.wait()
+                port = self._hub.port(address)
+                await _elsewhere(port, _call(port.source.welcome, peer))
+        except TimeoutError:
+            raise TransferFailed(f"{address}: no answer within {self._settings.connect_s} s") from None
         port = self._hub.port(address)
-        port.source.welcome(peer)
         connection = LoopbackConnection(
             self._hub, port, self._hub.port(self.address), self._region, self._settings
         )
@@ -144,21 +200,26 @@ class LoopbackConnection:
             self._broken.set_result(None)
             self._port.connections.remove(self)
 
-    async def _or_broken(self, seconds: float, *, thawed: bool = True) -> None:
-        """Let `seconds` pass, then wait for a frozen source; TransferFailed when the path breaks first."""
+    async def _or_broken(self, seconds: float) -> None:
+        """Lets `seconds` pass, then waits for an open way; TransferFailed when the path breaks first."""
         if seconds:
             await asyncio.wait({self._broken}, timeout=seconds)
-        if thawed and not self._port.thawed.is_set():
-            thaw = asyncio.ensure_future(self._port.thawed.wait())
-            waits: set[asyncio.Future[Any]] = {self._broken, thaw}
+        while not self._broken.done() and (way := self._hub.way(self._own.address, self._port)) is not None:
+            opened = asyncio.ensure_future(way.wait())
+            waits: set[asyncio.Future[Any]] = {self._broken, opened}
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                thaw.cancel()
+                opened.cancel()
         if self._broken.done():
             raise TransferFailed("the source is gone")
 
+    async def _at_source(self, work: Coroutine[Any, Any, T]) -> T:
+        """Done by the source's process; TransferFailed when the path breaks before it has answered."""
+        return await _elsewhere(self._port, work, self._broken)
+
     async def read(self, lease: LeaseId, chunk: Chunk) -> None:
+        self._hub.tap(self._own.address, self._port.address, "read")
         await settled(self._exchange(lease, chunk), fence_s=self._settings.fence_s, abort=self.shut)
 
     async def _exchange(self, lease: LeaseId, chunk: Chunk) -> None:
@@ -170,40 +231,98 @@ class LoopbackConnection:
             await self._broken
             raise TransferFailed("the source is gone")
         overdue: asyncio.Future[None] = loop.create_future()
-        reading: Reading = await port.source.begin_read(lease, chunk.positions, lambda: settle(overdue))
+        reading = await self._at_source(self._begin(lease, chunk, overdue))
         try:
             size = len(chunk.positions) * (hub.block_bytes or self._region.block_bytes)
-            ends = max(loop.time(), port.egress_free, self._own.ingress_free) + size / hub.bytes_s
+            now = true_time()
+            ends = max(now, port.egress_free, self._own.ingress_free) + size / hub.bytes_s
             port.egress_free = self._own.ingress_free = ends
             await asyncio.wait(
-                {self._broken, overdue},
-                timeout=ends - loop.time(),
-                return_when=asyncio.FIRST_COMPLETED,
+                {self._broken, overdue}, timeout=ends - now, return_when=asyncio.FIRST_COMPLETED
             )
             if not overdue.done():
                 await self._or_broken(0)
                 self._copy(reading, chunk)
-        finally:
-            port.source.end_read(reading)
-        await self._or_broken(hub.latency_s + port.delay_s, thawed=False)
+        except BaseException:
+            # Whatever became of this end: the source lets go of the blocks when it notices, not before.
+            self._at(port.source.end_read, reading)
+            raise
+        await self._at_source(_call(port.source.end_read, reading))
+        await self._or_broken(hub.latency_s + port.delay_s)
         if reading.checksums:
             verify(self._region, chunk, reading.checksums)
 
+    async def _begin(self, lease: LeaseId, chunk: Chunk, overdue: asyncio.Future[None]) -> Reading:
+        reading = await self._port.source.begin_read(lease, chunk.positions, lambda: settle(overdue))
+        if self._broken.done():  # nobody waits for it any more
+            self._port.source.end_read(reading)
+            raise TransferFailed("the source is gone")
+        return reading
+
     def _copy(self, reading: Reading, chunk: Chunk) -> None:
-        remote = self._port.source.region.array
-        for block, own in zip(reading.blocks, chunk.destinations, strict=True):
-            self._region.array[own] = remote[block]
-        if self._port.corrupts:
-            self._port.corrupts -= 1
-            self._region.array[chunk.destinations[0], -1] ^= 0x40
+        remote, own = self._port.source.region.array, self._region.array
+        damage = self._port.damages.popleft() if self._port.damages else None
+        before = own[chunk.destinations[-1]].copy()
+        for block, destination in zip(reading.blocks, chunk.destinations, strict=True):
+            own[destination] = remote[block]
+        if damage is None:
+            return
+        last = own[chunk.destinations[-1]]
+        match damage:
+            case Damage.FLIPPED:
+                last[-1] ^= 0x40
+            case Damage.TORN:
+                last[len(last) // 2 :] = before[len(last) // 2 :]
+            case Damage.STALE:
+                last[:] = before
+            case Damage.SWAPPED:
+                last[:] = remote[reading.blocks[-1] - 1]
+        self._hub.damaged += bool((last != remote[reading.blocks[-1]]).any())
 
     async def renew(self, lease: LeaseId) -> float:
+        self._hub.tap(self._own.address, self._port.address, "renew")
         await self._or_broken(self._hub.latency_s + self._port.delay_s)
-        return self._port.source.renew(lease)
+        return await self._at_source(_call(self._port.source.renew, lease))
 
     def leave(self, lease: LeaseId) -> None:
-        if not self.closed and self._port.thawed.is_set():
-            asyncio.get_running_loop().call_later(self._hub.latency_s, self._port.source.leave, lease)
+        self._hub.tap(self._own.address, self._port.address, "leave")
+        if not self.closed and self._hub.way(self._own.address, self._port) is None:
+            loop = asyncio.get_running_loop()
+            outside(loop.call_later, self._hub.latency_s, self._at, self._port.source.leave, lease)
+
+    def _at(self, function: Callable[..., object], *args: object) -> None:
+        """Done by the source's process, soon."""
+        context = self._port.context.copy()
+        context.run(asyncio.get_running_loop().call_soon, _unless_late, function, *args)
 
     async def close(self) -> None:
         self.shut()
+
+
+async def _call(function: Callable[..., T], *args: object) -> T:
+    return function(*args)
+
+
+def _unless_late(function: Callable[..., object], *args: object) -> None:
+    """What nobody waits for may be refused unheard."""
+    with contextlib.suppress(LeaseExpired):
+        function(*args)
+
+
+async def _elsewhere(
+    port: _Port, work: Coroutine[Any, Any, T], broken: asyncio.Future[None] | None = None
+) -> T:
+    """Runs in the port's process. Who is cancelled, or whose path breaks, does not wait for it: it may stand
+    still for ever."""
+    task = asyncio.get_running_loop().create_task(work, context=port.context.copy())
+    waits: set[asyncio.Future[Any]] = {task} if broken is None else {task, broken}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.add_done_callback(_ignored)
+        raise TransferFailed("the source is gone")
+    return task.result()
+
+
+def _ignored(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

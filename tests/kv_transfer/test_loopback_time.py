@@ -9,8 +9,8 @@ import pytest
 
 from fleet.errors import LeaseExpired, TransferFailed
 from fleet.ids import LeaseId
-from fleet.virtual_time import run
-from kv_transfer.loopback import LoopbackHub
+from fleet.virtual_time import Process, run
+from kv_transfer.loopback import Damage, LoopbackHub
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transfer import Transfer
@@ -318,5 +318,65 @@ def test_many_readers_where_one_dies_pin_only_what_lives():
         assert {lease for _, lease, _ in world.ends} == {LeaseId(t.lease) for t in tickets[1::2]}
         assert max(at for at, _, _ in world.ends) <= died + 6
         await asyncio.gather(*holds[0::2])
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("how", list(Damage))
+def test_whatever_is_wrong_with_the_bytes_is_found_and_counted(how):
+    async def test(world):
+        source, reader = await world.add("p"), await world.add("d")
+        source.region.array[:] = [[block] * 16 for block in range(64)]
+        reader.region.array[:] = 200
+        ticket = source.grant(range(8), 128)
+        world.hub.corrupt(source.address, how=how)
+        with pytest.raises(TransferFailed, match="checksum"):
+            await reader.pull(ticket, pairs(8), 1)
+        assert world.hub.damaged == reader.counters()["checksum_mismatches"] == 1
+        await reader.pull(ticket, pairs(8), 1)
+        assert (reader.region.array[:8] == source.region.array[:8]).all()
+        source.release(ticket.lease)
+
+    in_virtual_time(test)
+
+
+def test_a_stopped_process_ends_its_reads_when_it_goes_on_and_holds_up_nobody():
+    async def test(world):
+        process = Process("p", offset_s=1e5)
+        source, reader = await process.start(world.add("p", lease_s=30)), await world.add("d")
+        ticket = process.call(source.grant, range(40), 640)
+        before = asyncio.create_task(reader.pull(ticket, pairs(40), 1))
+        await asyncio.sleep(0.02)
+        process.stop()
+        with pytest.raises(TransferFailed, match=r"within 1\.000 s"):
+            await before
+        with pytest.raises(TransferFailed, match="did not deliver"):
+            await reader.pull(ticket, pairs(40), 1)
+        assert now() < 3
+        with pytest.raises(TransferFailed, match=r"no answer|did not deliver"):
+            await reader.pull(ticket, pairs(40), 8)
+        process.resume()
+        await asyncio.sleep(1)
+        assert source._table.reads == 0
+        await reader.pull(ticket, pairs(40), 1)
+        process.call(source.release, ticket.lease)
+
+    in_virtual_time(test)
+
+
+def test_two_that_cannot_reach_each_other_disturb_no_third():
+    async def test(world):
+        source, reader, other = await world.add("p"), await world.add("d"), await world.add("e")
+        ticket = source.grant(range(4), 64)
+        await reader.pull(ticket, pairs(4), 1)
+        world.hub.part(reader.address, source.address)
+        with pytest.raises(TransferFailed):
+            await reader.pull(ticket, pairs(4), 1)
+        await other.pull(ticket, pairs(4), 1)
+        world.hub.heal(reader.address, source.address)
+        await reader.pull(ticket, pairs(4), 1)
+        world.hub.cut(source.address)
+        await reader.pull(ticket, pairs(4), 1)
+        source.release(ticket.lease)
 
     in_virtual_time(test)
