@@ -30,7 +30,7 @@ from engine.words import (
     Scored,
     StepReport,
 )
-from fleet.block_hash import block_hashes
+from fleet.block_hash import BlockNamer
 from fleet.errors import BadConstraint, BadRequest, FleetError, Internal, Overloaded
 from fleet.request import FinishReason
 
@@ -100,7 +100,9 @@ class Scheduler:
         sequence = Sequence.of(new, self._arrivals)
         self._arrivals += 1
         if self.pool.caching:
-            sequence.names = block_hashes(sequence.tokens, sequence.keys)
+            full = len(sequence.tokens) // self._block_size * self._block_size
+            sequence.namer = BlockNamer(sequence.keys)
+            sequence.names = sequence.namer.extend(sequence.tokens[:full])
         self._sequences[new.id] = sequence
         insort(self._waiting, sequence, key=policy.turn)
         if new.fill:
@@ -515,8 +517,8 @@ class Scheduler:
         for position in range(sequence.registered, sequence.computed // size):
             parent = names[position - 1] if position else b""
             if position == len(names):
-                tokens = sequence.tokens[position * size : (position + 1) * size]
-                names += block_hashes(tokens, sequence.keys, parent=parent)
+                assert sequence.namer is not None, "a sequence of a pool that caches has a namer"
+                names += sequence.namer.extend(sequence.tokens[position * size : (position + 1) * size])
             block = self.pool.register(sequence.blocks[position], names[position], parent)
             if block != sequence.blocks[position]:
                 sequence.blocks[position] = block

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.words import Matcher, NewSequence
-from fleet.block_hash import BlockHash, HashKeys
+from fleet.block_hash import BlockHash, BlockNamer, HashKeys
 from fleet.request import FinishReason, Sampling
 
 
@@ -47,6 +47,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     names: list[BlockHash] = field(default_factory=list)
     """Of the full blocks of `tokens`, as far as they were needed."""
+    namer: BlockNamer | None = None
+    """Goes on behind `names`; None without a prefix cache."""
     registered: int = 0
     """Leading blocks that the prefix cache knows by name."""
     slot: int = -1

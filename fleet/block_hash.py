@@ -1,8 +1,9 @@
-"""The one name of a KV block, for every cache tier and the router: a keyed hash chain. Pure.
+"""The one name of a KV block, for every cache tier and the router: a keyed digest of all up to its end. Pure.
 
-BLAKE2b (RFC 7693) in keyed mode. The key is a digest of the tagged, length-prefixed extra
-keys (model, adapter, tenant salt, block size), so no two of them can be confused and a tenant
-cannot craft a block of another's chain. Only full blocks have a name.
+BLAKE2b (RFC 7693) in keyed mode over the tokens from the first to the block's last, so that equal names
+mean equal prefixes. The key is a digest of the tagged, length-prefixed extra keys (model, adapter, tenant
+salt, block size), so no two of them can be confused and a tenant cannot craft a block of another's. Only
+full blocks have a name.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import overload
 
-HASH_SPEC = "blake2b-256-chain/1"
+HASH_SPEC = "blake2b-256-prefix/2"
 """Announced by every worker; a router refuses a worker with another."""
 
 BlockHash = bytes
@@ -33,7 +35,7 @@ class HashKeys:
     salt: str = ""
 
     def root(self) -> bytes:
-        """Key of the chain, 32 bytes."""
+        """Key of all names, 32 bytes."""
         return _root(self)
 
 
@@ -47,26 +49,32 @@ def _root(keys: HashKeys) -> bytes:
     return digest.digest()
 
 
-def block_hashes(
-    tokens: Sequence[int], keys: HashKeys, *, parent: BlockHash = b"", skip: int = 0
-) -> list[BlockHash]:
-    """Names of the full blocks of `tokens`, after the first `skip` blocks, whose last is `parent`."""
-    size = keys.block_size
-    count = len(tokens) // size
-    if count <= skip:
-        return []
-    data = array("I", tokens[skip * size : count * size])
-    if sys.byteorder == "big":
-        data.byteswap()
-    text, step = data.tobytes(), size * 4
-    keyed = hashlib.blake2b(key=keys.root(), digest_size=32)
-    names: list[BlockHash] = []
-    for start in range(0, len(text), step):
-        block = keyed.copy()
-        block.update(parent + text[start : start + step])
-        parent = block.digest()
-        names.append(parent)
-    return names
+class BlockNamer:
+    """Names the blocks of one growing run of tokens: one hash state, whose digest is taken at each
+    block's end."""
+
+    __slots__ = ("_size", "_state")
+
+    def __init__(self, keys: HashKeys) -> None:
+        self._size = keys.block_size
+        self._state = hashlib.blake2b(key=keys.root(), digest_size=32)
+
+    def extend(self, tokens: Sequence[int]) -> list[BlockHash]:
+        """Names of the next blocks, which `tokens` fill exactly."""
+        if len(tokens) % self._size:
+            raise ValueError(f"{len(tokens)} tokens do not fill blocks of {self._size}")
+        data, step = memoryview(_packed(tokens)), self._size
+        update, copy = self._state.update, self._state.copy
+        names: list[BlockHash] = []
+        for start in range(0, len(tokens), step):
+            update(data[start : start + step])
+            names.append(copy().digest())
+        return names
+
+
+def block_hashes(tokens: Sequence[int], keys: HashKeys) -> list[BlockHash]:
+    """Names of the full blocks of `tokens`."""
+    return BlockNamer(keys).extend(tokens[: len(tokens) // keys.block_size * keys.block_size])
 
 
 def short(name: BlockHash) -> int:
@@ -77,3 +85,65 @@ def short(name: BlockHash) -> int:
 def short_names(names: Sequence[BlockHash]) -> list[int]:
     """`short` of each, in a tenth of the time."""
     return list(struct.unpack("<" + "Q24x" * len(names), b"".join(names)))
+
+
+class PromptNames(Sequence[int]):
+    """`short_names(block_hashes(tokens, keys))`, each worked out when it is first looked at.
+
+    A lookup that halves looks at few of them, and a cold prompt only at the first: hashing on to a
+    block costs a fifth of what the names of all blocks before it cost. Slicing works all of them out.
+    """
+
+    __slots__ = ("_all", "_count", "_few", "_keys", "_stops", "_tokens")
+
+    _STRIDE = 32
+    """Blocks between two kept states of the hash: fewer cost more copies, more cost longer ways."""
+
+    def __init__(self, tokens: Sequence[int], keys: HashKeys) -> None:
+        self._tokens = tokens
+        self._keys = keys
+        self._count = len(tokens) // keys.block_size
+        self._stops = [hashlib.blake2b(key=keys.root(), digest_size=32)]
+        """State before block 0, before block `_STRIDE`, and so on, as far as was needed."""
+        self._few: dict[int, int] = {}
+        self._all: list[int] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if self._all is not None:
+            return self._all[index]
+        if isinstance(index, slice):
+            self._all = short_names(block_hashes(self._tokens, self._keys))
+            return self._all[index]
+        place = index + self._count if index < 0 else index
+        if not 0 <= place < self._count:
+            raise IndexError(f"block {index} of {self._count}")
+        name = self._few.get(place)
+        if name is None:
+            name = self._few[place] = self._name(place)
+        return name
+
+    def _name(self, place: int) -> int:
+        size, tokens, stops = self._keys.block_size, self._tokens, self._stops
+        stop, step = place // self._STRIDE, self._STRIDE * size
+        while len(stops) <= stop:
+            state = stops[-1].copy()
+            state.update(_packed(tokens[(len(stops) - 1) * step : len(stops) * step]))
+            stops.append(state)
+        state = stops[stop].copy()
+        state.update(_packed(tokens[stop * step : (place + 1) * size]))
+        return short(state.digest())
+
+
+def _packed(tokens: Sequence[int]) -> array[int]:
+    """32 bits each, little end first."""
+    data = array("I", tokens)
+    if sys.byteorder == "big":
+        data.byteswap()
+    return data

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from fleet.block_hash import HashKeys, block_hashes, short_names
+from fleet.block_hash import HashKeys, PromptNames
 from fleet.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -154,7 +154,7 @@ class _Run:
         self.timer: asyncio.TimerHandle | None = None
         self.begun = False
         self.over = False
-        self._names: dict[tuple[str, int], list[int]] = {}
+        self._names: dict[tuple[str, int], PromptNames] = {}
 
     # -- the way of a request
 
@@ -332,7 +332,7 @@ class _Run:
         """Tokens whose KV the next leg needs."""
         return len(self.request.prompt) + (0 if self.ticket is not None else len(self.generated))
 
-    def _hashes(self, pool: Pool, tokens: int) -> list[int]:
+    def _hashes(self, pool: Pool, tokens: int) -> PromptNames:
         """Index names of the full blocks among the first `tokens` tokens."""
         blocks = tokens // pool.block_size
         names = self._names.get((pool.digest, blocks))
@@ -340,7 +340,7 @@ class _Run:
             request = self.request
             keys = HashKeys(pool.digest, pool.block_size, request.adapter, request.salt)
             known = request.prompt if tokens <= len(request.prompt) else (*request.prompt, *self.generated)
-            names = short_names(block_hashes(known[:tokens], keys))
+            names = PromptNames(known[:tokens], keys)
             self._names[pool.digest, blocks] = names
         return names
 

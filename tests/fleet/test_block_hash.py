@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.block_hash import HashKeys, block_hashes, short
+from fleet.block_hash import BlockNamer, HashKeys, PromptNames, block_hashes, short, short_names
 
 KEYS = HashKeys(model="m", block_size=4)
 
@@ -22,8 +24,8 @@ def test_golden_vector() -> None:
 
 
 GOLDEN = [
-    "9e8ce59c12fbe4b96d46af1bbe7ff67cfd461a52385bd94652b7614d7633b8e9",
-    "64115fc17a00dcb6bbf7c8574bd3711a226c3e67433118d5a1e9cf3459b73ea6",
+    "fba772b0f2efef7830dc0cac5ece50bc38c6658ade9ca81f4c606aa0b9c6f6d2",
+    "d6c41304013aa7bb35ce1ee74a41088dbb52e33d3a0d4dc7b7ad8127508ea31c",
 ]
 
 
@@ -53,12 +55,37 @@ def test_name_depends_on_all_before() -> None:
     assert one[1] != other[1]
 
 
+def test_a_name_is_the_keyed_digest_of_its_prefix() -> None:
+    tokens, keys = range(1000, 1012), HashKeys("m", 4, salt="s")
+    for count, name in enumerate(block_hashes(tokens, keys), start=1):
+        prefix = b"".join(token.to_bytes(4, "little") for token in tokens[: 4 * count])
+        assert name == hashlib.blake2b(prefix, key=keys.root(), digest_size=32).digest()
+
+
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(0, 9))
-def test_continuing_a_chain_equals_hashing_whole(tokens: list[int], skip: int) -> None:
-    whole = block_hashes(tokens, KEYS)
-    skip = min(skip, len(whole))
-    parent = whole[skip - 1] if skip else b""
-    assert whole[:skip] + block_hashes(tokens, KEYS, parent=parent, skip=skip) == whole
+def test_going_on_equals_naming_whole(tokens: list[int], first: int) -> None:
+    whole, namer = block_hashes(tokens, KEYS), BlockNamer(KEYS)
+    end = len(whole) * 4
+    cut = min(first * 4, end)
+    assert namer.extend(tokens[:cut]) + namer.extend(tokens[cut:end]) == whole
+    with pytest.raises(ValueError, match="3 tokens do not fill blocks of 4"):
+        namer.extend([1, 2, 3])
+
+
+@given(st.integers(0, 1200), st.lists(st.integers(-310, 310), max_size=8), st.booleans())
+def test_names_on_demand_are_the_same_in_any_order(tokens: int, looks: list[int], whole: bool) -> None:
+    prompt = tuple(range(7, 7 + tokens))
+    expected, names = short_names(block_hashes(prompt, KEYS)), PromptNames(prompt, KEYS)
+    assert len(names) == len(expected)
+    for look in looks:
+        if -len(expected) <= look < len(expected):
+            assert names[look] == expected[look]
+        else:
+            with pytest.raises(IndexError):
+                names[look]
+    if whole:
+        assert list(names[::-1]) == expected[::-1]
+    assert list(names) == expected
 
 
 TEXT = st.text(alphabet="Sx|\x00", max_size=3)
