@@ -43,6 +43,11 @@ from fleet.wire.codec import encode_kv_events, encode_load_report
 
 log = logging.getLogger(__name__)
 
+_STARTED_WAITS_S = 0.002
+"""How long the word that something has started waits for a token to travel with: nobody waits for it."""
+_CHANGES = 1024
+"""KV events that one message takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChassisSettings:
@@ -52,12 +57,17 @@ class ChassisSettings:
     """Seconds between load reports. Routers correct for what they sent since; shorter costs bus traffic."""
     drain_limit_s: float = 60.0
     """Longest a drain by signal waits for running work, seconds; what still runs then moves elsewhere."""
+    event_s: float = 0.01
+    """Seconds between messages of KV events: changes meanwhile travel together. What a router sent itself it
+    expects to be there; shorter costs every router, longer delays what others sent."""
     event_backlog: int = 4096
     """KV event messages kept for a slow bus; more are dropped, and routers ask for a snapshot."""
 
     def __post_init__(self) -> None:
         if self.report_s <= 0:
             raise ValueError(f"report_s must be above 0, not {self.report_s}")
+        if self.event_s < 0:
+            raise ValueError(f"event_s must not be negative, not {self.event_s}")
         if self.drain_limit_s < 0:
             raise ValueError(f"drain_limit_s must not be negative, not {self.drain_limit_s}")
 
@@ -78,7 +88,7 @@ class Stream:
 
     def started(self, stage: Stage) -> None:
         self._outlet.started.append(Started(self.number, stage))
-        self._outlet.wake()
+        self._outlet.wake_later()
 
     def scored(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._outlet.scored.append(Scored(self.number, start, logprobs))
@@ -155,15 +165,24 @@ class _Outlet:
         self.prefilled: list[Prefilled] = []
         self.tokens: list[Token] = []
         self.ended: list[Ended] = []
+        self._loop = asyncio.get_running_loop()
         self._waking = False
+        self._later: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         if self.open and not self._waking:
             self._waking = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
+
+    def wake_later(self) -> None:
+        if self.open and not self._waking and self._later is None:
+            self._later = self._loop.call_later(_STARTED_WAITS_S, self._flush)
 
     def _flush(self) -> None:
         self._waking = False
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         frame = Frame(
             tuple(self.started),
             tuple(self.prefilled),
@@ -197,6 +216,8 @@ class Chassis:
         self._outlets: dict[int, _Outlet] = {}
         self._streams: dict[str, Stream] = {}
         self._count = 0
+        self._changes: list[KvEvent] = []
+        """Not numbered yet: no digest has them."""
         self._events: deque[bytes] = deque(maxlen=settings.event_backlog)
         self._changed = asyncio.Event()
         self._draining = asyncio.Event()
@@ -263,12 +284,19 @@ class Chassis:
     # -- what the role says
 
     def publish(self, events: tuple[KvEvent, ...]) -> None:
-        """Numbers the changes of one engine step and sends them to all routers."""
+        """Sends the changes of one engine step to all routers."""
+        if events:
+            self._changes += events
+            if len(self._changes) >= _CHANGES:
+                self._number_changes()
+            self._changed.set()
+
+    def _number_changes(self) -> None:
         assert self._kv is not None
-        message = self._kv.record(events)
+        message = self._kv.record(self._changes)
+        self._changes.clear()
         if message is not None:
             self._events.append(encode_kv_events(message))
-            self._changed.set()
 
     @property
     def streams(self) -> Iterable[Stream]:
@@ -332,6 +360,7 @@ class Chassis:
 
     def snapshot(self) -> KvSnapshot:
         assert self._kv is not None
+        self._number_changes()
         return self._kv.snapshot()
 
     def status(self) -> LoadReport:
@@ -362,8 +391,10 @@ class Chassis:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            self._number_changes()
             while self._events:
                 await self._bus.publish(subject, self._events.popleft())
+            await asyncio.sleep(self.settings.event_s)
 
     async def _report_load(self) -> None:
         subject = load_subject(self.fleet, self.card.id)
