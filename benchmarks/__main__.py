@@ -15,6 +15,8 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _ROOMS = ("micro", "load", "sim", "peers")
+_COMMANDS = {"live-soak": "benchmarks.soak"}
+"""Long runs, each with options of its own (`NAME --help`); never among all of them."""
 
 
 def discover() -> dict[str, str]:
@@ -39,14 +41,18 @@ def select(names: list[str], known: dict[str, str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in _COMMANDS:
+        command = [sys.executable, "-m", _COMMANDS[given[0]], *given[1:]]
+        return subprocess.run(command, cwd=_HERE.parent, check=False).returncode
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--list", action="store_true", help="name them and leave")
     parser.add_argument("--quick", action="store_true", help="short runs: numbers mean little")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(given)
     known = discover()
     if options.list:
-        print("\n".join(known))
+        print("\n".join([*known, *_COMMANDS]))
         return 0
     failed = []
     for name in select(options.names, known):

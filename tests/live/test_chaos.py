@@ -1,0 +1,78 @@
+"""A whole fleet of processes while random ones are killed, frozen and drained: the small share for every run.
+
+The large one is `python -m benchmarks live-soak`. `CHAOS_SEED` repeats a seed that a failed run printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+from chaos import CalmOracle, Chaos, LatencyOracle, Load, Result, Trouble
+from processes import Plan, running
+
+pytestmark = pytest.mark.live
+
+# A request waits for a worker instead of failing at once, and its silent worker is found sooner.
+ROUTER = ("--flow.worker-wait-s", "60", "--flow.resume-wait-s", "60", "--wire.heartbeat-s", "1")
+WORKER = ("--wire.heartbeat-s", "1", "--chassis.drain-limit-s", "10")
+FLAGS = {"router": ROUTER, "prefill": WORKER, "decode": WORKER}
+
+
+def seed() -> int:
+    return int(os.environ.get("CHAOS_SEED") or secrets.randbelow(1_000_000))
+
+
+def show(result: Result) -> None:
+    print(json.dumps(result.line()))
+    assert not result.wrong, "\n".join([f"seed {result.seed}", *result.wrong[:20]])
+
+
+def test_five_hundred_requests_through_kills_and_freezes_have_their_text(tmp_path: Path) -> None:
+    async def main() -> None:
+        chosen = seed()
+        print(f"seed {chosen}")
+        async with running(tmp_path, Plan("latency:base=10", 2, 2, 2, FLAGS)) as (fleet, watcher):
+            chaos = Chaos(
+                fleet,
+                watcher,
+                LatencyOracle(chosen, tokens=80),
+                Load(requests=500, seconds=0, rate=12.0),
+                Trouble(every_s=2.5, freeze_s=6.0, spared=frozenset({"router-0"})),
+                chosen,
+            )
+            result = await chaos.run()
+        show(result)
+        assert result.ended == 500
+        assert result.pulls > 50
+
+    asyncio.run(main())
+
+
+@pytest.mark.model
+def test_a_real_model_says_the_same_through_kills_and_freezes(tmp_path: Path) -> None:
+    async def main() -> None:
+        chosen = seed()
+        print(f"seed {chosen}")
+        memory = ("--engine.kv-memory-bytes", str(96 << 20))
+        flags = {"router": ROUTER, "prefill": (*WORKER, *memory), "decode": (*WORKER, *memory)}
+        async with running(tmp_path, Plan("smollm2", 1, 2, 1, flags)) as (fleet, watcher):
+            oracle = CalmOracle("SmolLM2-135M-Instruct", tokens=24, kinds=6)
+            await oracle.learn(fleet.address("router-0"))
+            chaos = Chaos(
+                fleet,
+                watcher,
+                oracle,
+                Load(requests=30, seconds=0, rate=1.5),
+                Trouble(every_s=3.0, freeze_s=4.0, spared=frozenset({"router-0"})),
+                chosen,
+            )
+            result = await chaos.run()
+        show(result)
+        assert result.ended == 30
+
+    asyncio.run(main())
