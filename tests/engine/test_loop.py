@@ -503,6 +503,7 @@ def test_steps_are_sized_anew_while_sequences_run() -> None:
                 house.engine.add(new(name, range(4), 8))
             await asyncio.sleep(1.5)
             assert house.engine.load().running == 4
+            await house.ear.end_of(*"fghi")
 
     virtual_time.run(go())
 
