@@ -159,18 +159,24 @@ class Engine:
                 self._scheduler.filled(new.id, 0)
             raise
 
-    def filled(self, id: str, tokens: int) -> None:
+    def filled(
+        self, id: str, tokens: int, generated: Sequence[int] = (), matcher: Matcher | None = None
+    ) -> None:
         """The KV of the first `tokens` tokens is proven valid, and nobody writes to the reserved blocks any
         more; the rest is computed here, and the sequence runs. Fewer tokens than the reservation had cached
         mean those. Exactly once for each reservation, also after `cancel`: until then its blocks are in
-        quarantine. ValueError when there is no such reservation or it has fewer tokens."""
-        self._scheduler.filled(id, tokens)
+        quarantine. ValueError when there is no such reservation or it has fewer tokens.
+
+        `generated`: drawn elsewhere since it was reserved (KV of the last of them is not there); `matcher`
+        has accepted it."""
+        self._scheduler.filled(id, tokens, tuple(generated), matcher)
         self._progress()
         self._wake.set()
 
     def cancel(self, id: str) -> bool:
         """Ends a sequence in any phase; its `Finished(CANCELLED)` comes within one step. False when there is
-        none, it is cancelled already, or it is held (`release` is then what lets it go)."""
+        none, it is cancelled already, or it is held (`release` is then what lets it go). One that was told
+        as `Ready` keeps its blocks until `release`."""
         ended = self._scheduler.cancel(id)
         grant = self._grants.pop(id, None)
         if grant is not None and not grant.done():
@@ -180,7 +186,8 @@ class Engine:
         return ended
 
     def release(self, id: str) -> None:
-        """Lets the blocks of a held sequence go: nobody reads them any more. Idempotent."""
+        """Nobody reads the blocks of a held or lent sequence any more: they go, at once or when it ends, and
+        it is not told as `Ready` again. Idempotent."""
         self._scheduler.release(id)
         self._progress()
         self._wake.set()

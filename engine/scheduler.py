@@ -25,7 +25,9 @@ from engine.words import (
     Drawn,
     Finished,
     Held,
+    Matcher,
     NewSequence,
+    Ready,
     Reservation,
     Scored,
     StepReport,
@@ -113,18 +115,28 @@ class Scheduler:
         granted, self._reservations = tuple(self._reservations), []
         return granted
 
-    def filled(self, id: str, tokens: int) -> None:
+    def filled(
+        self, id: str, tokens: int, generated: tuple[int, ...] = (), matcher: Matcher | None = None
+    ) -> None:
         """The KV of the first `tokens` tokens of a reservation is valid, and nothing writes to its blocks
-        any more; the rest is computed here. Once for each reservation, also after `cancel`."""
+        any more; the rest is computed here. Once for each reservation, also after `cancel`.
+
+        `generated`: what was drawn elsewhere since it was reserved, with the matcher that has accepted it.
+        """
         if id in self._quarantine:
             self.pool.end_quarantine(self._quarantine.pop(id))
             return
         sequence = self._filling.get(id)
         if sequence is None:
             raise ValueError(f"{id} is not a reservation that waits to be filled")
-        if not 0 <= tokens < len(sequence.tokens):
-            raise ValueError(f"{id}: {tokens} tokens filled; at most {len(sequence.tokens) - 1} can be")
+        known = len(sequence.tokens) + len(generated)
+        if not 0 <= tokens < known:
+            raise ValueError(f"{id}: {tokens} tokens filled; at most {known - 1} can be")
+        if generated and self._blocks_for(known - 1) > len(sequence.blocks):
+            raise ValueError(f"{id}: {known} tokens; {len(sequence.blocks)} blocks were reserved")
         del self._filling[id]
+        sequence.tokens += generated
+        sequence.matcher = matcher or sequence.matcher
         self.counters.filled_tokens += max(0, tokens - sequence.computed)
         sequence.computed = max(sequence.computed, tokens)
         sequence.fill = False
@@ -144,9 +156,12 @@ class Scheduler:
         return True
 
     def release(self, id: str) -> None:
-        """Lets the blocks of a held sequence go. Idempotent."""
+        """Nobody reads the blocks of a held or lent sequence any more. Idempotent."""
         sequence = self._sequences.get(id)
-        if sequence is not None and sequence.state is State.HELD:
+        if sequence is None:
+            return
+        sequence.lend, sequence.lent = False, 0
+        if sequence.state is State.HELD:
             self._let_go(sequence)
 
     def retune(self, settings: EngineSettings) -> None:
@@ -193,6 +208,7 @@ class Scheduler:
         drawn: list[Drawn] = []
         held: list[Held] = []
         scored: list[Scored] = []
+        ready: list[Ready] = []
         logprobs = result.logprobs or (None,) * len(flight)
         for (sequence, chunk), token, logprob, found in zip(
             flight, result.tokens, logprobs, scores, strict=True
@@ -215,8 +231,10 @@ class Scheduler:
                     held.append(self._held(sequence, finish))
                 elif finish is not None:
                     self._finish(sequence, finish)
+            elif sequence.lend and sequence.computed // self._block_size > sequence.lent:
+                ready.append(self._ready(sequence))
         self.counters.generated_tokens += len(drawn)
-        return self._report(tuple(drawn), tuple(held), tuple(scored))
+        return self._report(tuple(drawn), tuple(held), tuple(scored), tuple(ready))
 
     def fail(self, error: FleetError) -> StepReport:
         """The step in flight failed: so do its sequences, and only they."""
@@ -276,6 +294,8 @@ class Scheduler:
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"{sequence.id} holds a block twice"
             assert sequence.computed <= len(sequence.blocks) * size or not sequence.blocks
             assert sequence.table == tuple(sequence.blocks)
+            assert sequence.lent * size <= sequence.computed, f"{sequence.id} has lent what is not computed"
+            assert not sequence.lent or sequence.lend
         self.pool.validate(holders)
         for state, group in (
             (State.WAITING, self._waiting),
@@ -284,7 +304,7 @@ class Scheduler:
         ):
             assert all(s.state is state and self._sequences[s.id] is s for s in group)
             assert len(list(group)) == sum(s.state is state for s in self._sequences.values())
-        assert all(not s.blocks and s.slot < 0 and not s.computed for s in self._waiting)
+        assert all(not s.blocks and s.slot < 0 and not s.computed and not s.lent for s in self._waiting)
         assert self._waiting == sorted(self._waiting, key=policy.turn), "the queue is out of order"
         slots = [s.slot for s in self._sequences.values() if s.slot >= 0] + self._slots
         assert len(set(slots)) == len(slots), "a slot is used twice"
@@ -301,6 +321,8 @@ class Scheduler:
     def _grow(self) -> bool:
         """A block for each running sequence whose next token opens one. The lowest give way, and no more
         of them than needed, since each that does brings the need and the blocks closer by one at least.
+        The lent do not: others read their blocks. Nor do they need any, so with them the last one that
+        does gives way too.
 
         False when only one is left and still finds none: all other blocks are held, being filled, or in
         quarantine. They come back, or become a running sequence that can give way; until then it stalls.
@@ -318,7 +340,8 @@ class Scheduler:
                 ),
             )
         while len(need) > self.pool.available and len(self._running) > 1:
-            chosen = policy.victim(self._running.values(), needed=len(need), available=self.pool.available)
+            able = [sequence for sequence in self._running.values() if not sequence.lent]
+            chosen = policy.victim(able, needed=len(need), available=self.pool.available)
             self._why.append(chosen.why)
             self._preempt(chosen.sequence)
             if chosen.sequence in need:
@@ -374,7 +397,9 @@ class Scheduler:
         # At least the last token is computed, because its logits are needed.
         most = 0 if sequence.scoring else (known - 1) // self._block_size
         hits = self.pool.lookup(sequence.names, most)
-        return self._blocks_for(known - 1 if sequence.fill else known), hits
+        # Of the last token of those drawn elsewhere no KV comes; a prompt's may come whole.
+        come = sequence.fill and known > sequence.prompt_length
+        return self._blocks_for(known - 1 if come else known), hits
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a slot and blocks for all its known tokens, those found in the cache
@@ -525,6 +550,11 @@ class Scheduler:
                 sequence.blocks_changed()
             sequence.registered = position + 1
 
+    def _ready(self, sequence: Sequence) -> Ready:
+        """Blocks before `computed` are full and have their names: nothing swaps them any more."""
+        sequence.lent = sequence.computed // self._block_size
+        return Ready(sequence.id, sequence.table[: sequence.lent])
+
     def _held(self, sequence: Sequence, finish: FinishReason | None) -> Held:
         del self._running[sequence.id]
         self._free_slot(sequence)
@@ -546,7 +576,10 @@ class Scheduler:
             del self._running[sequence.id]
         if sequence.slot >= 0:
             self._free_slot(sequence)
-        self._let_go(sequence)
+        if sequence.lent:
+            sequence.state = State.HELD
+        else:
+            self._let_go(sequence)
         if finish is FinishReason.CANCELLED:
             self.counters.cancelled += 1
         elif finish is FinishReason.FAILED:
@@ -578,11 +611,15 @@ class Scheduler:
         sequence.slot = -1
 
     def _report(
-        self, drawn: tuple[Drawn, ...] = (), held: tuple[Held, ...] = (), scored: tuple[Scored, ...] = ()
+        self,
+        drawn: tuple[Drawn, ...] = (),
+        held: tuple[Held, ...] = (),
+        scored: tuple[Scored, ...] = (),
+        ready: tuple[Ready, ...] = (),
     ) -> StepReport:
         started, self._started = tuple(self._started), []
         finished, self._finished = tuple(self._finished), []
-        return StepReport(started, drawn, held, finished, self.pool.take_events(), scored)
+        return StepReport(started, drawn, held, finished, self.pool.take_events(), scored, ready)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)

@@ -18,7 +18,7 @@ class State(StrEnum):
     RUNNING = "running"
     """Blocks and a slot; takes part in steps."""
     HELD = "held"
-    """Computed; only its blocks stay, for others to read."""
+    """Computed, or ended while it was lent; only its blocks stay, for others to read."""
     FINISHED = "finished"
 
 
@@ -38,6 +38,8 @@ class Sequence:
     keys: HashKeys
     priority: int
     hold: bool
+    lend: bool
+    """Its final blocks are told before its prompt is whole; False when nobody reads them any more."""
     fill: bool
     """True until filled."""
     arrival: int
@@ -51,6 +53,8 @@ class Sequence:
     """Goes on behind `names`; None without a prefix cache."""
     registered: int = 0
     """Leading blocks that the prefix cache knows by name."""
+    lent: int = 0
+    """Leading blocks that were told as final: others may read them until it is released."""
     slot: int = -1
     preemptions: int = 0
     furthest: int = 0
@@ -80,6 +84,7 @@ class Sequence:
             keys=new.keys,
             priority=new.priority,
             hold=new.hold,
+            lend=new.lend,
             fill=new.fill,
             arrival=arrival,
             matcher=new.matcher,

@@ -44,7 +44,7 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence to be continued. Roles are data: the three flags below are all the engine knows of them."""
+    """A sequence to be continued. Roles are data: the flags below are all the engine knows of them."""
 
     id: str
     prompt: tuple[int, ...]
@@ -56,9 +56,13 @@ class NewSequence:
     hold: bool = False
     """End after one drawn token and keep the blocks until `Engine.release(id)`: a prefill."""
     fill: bool = False
-    """Reserve blocks, then wait for `Engine.filled`: KV is being brought from elsewhere."""
+    """Reserve blocks, then wait for `Engine.filled`: KV is being brought from elsewhere. Without
+    `generated`, the first token may be told with it: the prompt is still being computed elsewhere."""
     matcher: Matcher | None = None
     """What the generated tokens must form; has accepted `generated`, and belongs to this sequence alone."""
+    lend: bool = False
+    """With `hold`: tell its final blocks as `Ready` while more of the prompt is left to compute. Once told
+    they stay until `Engine.release(id)`, however the sequence ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ class Reservation:
     """Block table: covers the prompt and all generated tokens but the last, whose KV is not computed yet."""
     cached: int
     tokens: int
-    """Tokens that may be filled: len(prompt) + len(generated) - 1."""
+    """Tokens that may be filled: all that are known but the last. Of a prompt alone, all of it, when the
+    first token comes with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,15 @@ class Scored:
     id: str
     start: int
     logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A `lend` sequence whose prompt is not whole yet: its blocks so far that never change any more."""
+
+    id: str
+    blocks: tuple[int, ...]
+    """The first of its block table, all of them full; the next time there are more, never others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +132,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """All that happened in one step, in order: started, scored, drawn, held, finished; and what changed in
-    the cache."""
+    """All that happened in one step, in order: started, scored, drawn, ready, held, finished; and what
+    changed in the cache."""
 
     started: tuple[str, ...] = ()
     """Sequences whose first tokens were scheduled in this step."""
@@ -128,6 +142,7 @@ class StepReport:
     finished: tuple[Finished, ...] = ()
     events: tuple[KvEvent, ...] = ()
     scored: tuple[Scored, ...] = ()
+    ready: tuple[Ready, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

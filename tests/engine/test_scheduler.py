@@ -15,7 +15,7 @@ from engine import policy
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
-from engine.words import Batch, BatchResult, Finished, Held, NewSequence, Reservation, StepReport
+from engine.words import Batch, BatchResult, Finished, Held, NewSequence, Ready, Reservation, StepReport
 from fleet.block_hash import HashKeys
 from fleet.errors import BadRequest, Internal, Overloaded, Unavailable
 from fleet.request import FinishReason, Sampling
@@ -36,12 +36,13 @@ def new(
     keys: HashKeys = KEYS,
     stop: tuple[int, ...] = (),
     min_tokens: int = 0,
+    lend: bool = False,
 ) -> NewSequence:
     """A prompt given as a length is one that nothing shares a beginning with."""
     if isinstance(prompt, int):
         prompt = tuple(zlib.crc32(id.encode()) // 2 + i for i in range(prompt))
     sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=stop)
-    return NewSequence(id, prompt, sampling, keys, generated, priority, hold, fill)
+    return NewSequence(id, prompt, sampling, keys, generated, priority, hold, fill, lend=lend)
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Steps:
     started: list[str] = field(default_factory=list)
     finished: dict[str, Finished] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
+    ready: dict[str, list[Ready]] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
     steps: int = 0
     last: dict[str, int] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class Steps:
             assert end.id not in self.finished, "ended twice"
             self.finished[end.id] = end
         self.held.update({held.id: held for held in report.held})
+        for ready in report.ready:
+            self.ready.setdefault(ready.id, []).append(ready)
         self.reservations.update({r.id: r for r in self.scheduler.take_reservations()})
 
     def plan(self) -> Plan:
@@ -655,12 +659,139 @@ def test_an_unfilled_reservation_in_need_of_one_more_block_waits_for_it() -> Non
     assert set(steps.finished) == {"f", "late"}
 
 
+# Blocks lent before their prompt is whole.
+
+
+def test_blocks_are_told_as_soon_as_they_never_change_and_those_of_the_last_step_with_the_end() -> None:
+    steps = make()
+    steps.scheduler.add(new("p", 74, 50, hold=True, lend=True))
+    for _ in range(3):
+        steps.step()
+    held = steps.held["p"]
+    told = [ready.blocks for ready in steps.ready["p"]]
+    assert [len(blocks) for blocks in told] == [8, 16], "64 tokens of 74 in two steps; the third is the last"
+    assert all(blocks == held.blocks[: len(blocks)] for blocks in told)
+    steps.scheduler.release("p")
+    steps.scheduler.validate(idle=True)
+
+
+def test_prompts_of_one_step_and_those_that_are_not_to_be_lent_tell_nothing() -> None:
+    steps = make()
+    steps.scheduler.add(new("short", 30, 5, hold=True, lend=True))
+    steps.step()
+    steps.scheduler.add(new("kept", 70, 5, hold=True))
+    for _ in range(3):
+        steps.step()
+    assert set(steps.held) == {"short", "kept"}
+    assert not steps.ready
+    for id in steps.held:
+        steps.scheduler.release(id)
+    steps.until_idle()
+
+
+def test_blocks_found_in_the_cache_are_told_with_the_first_computed_ones() -> None:
+    steps = make()
+    prompt = tuple(range(80))
+    steps.scheduler.add(new("warm", prompt[:20], 1))
+    steps.until_idle()
+    steps.scheduler.add(new("p", prompt, 5, hold=True, lend=True))
+    steps.step()
+    assert [len(ready.blocks) for ready in steps.ready["p"]] == [13]  # 5 found, 32 of 60 tokens computed
+    steps.scheduler.cancel("p")
+    steps.scheduler.release("p")
+    steps.until_idle()
+
+
+def test_two_that_compute_the_same_never_swap_a_block_that_was_told() -> None:
+    steps = make(max_step_tokens=16)
+    prompt = tuple(range(64))
+    for id in ("a", "b"):
+        steps.scheduler.add(new(id, prompt, 5, hold=True, lend=True))
+    while len(steps.held) < 2:
+        steps.step()
+    for id, held in steps.held.items():
+        assert steps.ready[id]
+        for ready in steps.ready[id]:
+            assert ready.blocks == held.blocks[: len(ready.blocks)]
+        steps.scheduler.release(id)
+    steps.until_idle()
+
+
+@pytest.mark.parametrize("end", ["cancel", "cancel in flight", "failure"])
+def test_what_was_lent_stays_until_it_is_released_however_the_sequence_ends(end: str) -> None:
+    steps = make(blocks=24)
+    steps.scheduler.add(new("p", 90, 5, hold=True, lend=True))
+    steps.step()
+    if end == "cancel":
+        assert steps.scheduler.cancel("p")
+    plan = steps.plan()
+    if end == "cancel in flight":
+        assert steps.scheduler.cancel("p")
+        steps.answer(plan.batch)
+    elif end == "failure":
+        steps.take(steps.scheduler.fail(Internal("broken")))
+    steps.plan()
+    assert steps.finished["p"].finish is (FinishReason.FAILED if end == "failure" else FinishReason.CANCELLED)
+    assert not steps.scheduler.has_work
+    assert steps.scheduler.pool.available == 1, "a reader may still read the others"
+    assert not steps.scheduler.cancel("p"), "it has had its last word"
+    steps.scheduler.release("p")
+    steps.until_idle()
+
+
+def test_a_loan_that_ends_before_its_prompt_costs_the_prompt_nothing() -> None:
+    steps = make()
+    steps.scheduler.add(new("p", 90, 5, hold=True, lend=True))
+    steps.step()
+    steps.scheduler.release("p")
+    steps.step()
+    assert len(steps.ready["p"]) == 1, "nobody reads it: not told again"
+    steps.step()
+    assert steps.held["p"].tokens == 90
+    steps.scheduler.release("p")
+    steps.scheduler.add(new("q", 90, 5, hold=True, lend=True))
+    steps.step()
+    steps.scheduler.release("q")
+    steps.scheduler.cancel("q")
+    steps.until_idle()
+
+
+def test_who_lends_never_gives_way_and_computes_on_while_all_others_do() -> None:
+    steps = make(blocks=18, max_batch=4, max_step_tokens=8)
+    steps.scheduler.add(new("old", 7, 40))
+    steps.step()
+    steps.scheduler.add(new("lent", 60, 5, hold=True, lend=True))
+    while "lent" not in steps.held:
+        assert steps.step().batch.chunks
+    assert steps.scheduler.counters.preemptions > 0, "the older one gave way"
+    assert steps.ready["lent"]
+    steps.scheduler.release("lent")
+    steps.until_idle()
+    assert steps.finished["old"].completion_tokens == 40
+
+
+def test_the_first_token_may_come_with_the_kv() -> None:
+    steps = make()
+    steps.scheduler.add(new("f", 12, 5, fill=True))
+    (granted,) = steps.scheduler.take_reservations()
+    assert (len(granted.blocks), granted.cached) == (3, 0)
+    with pytest.raises(ValueError, match="at most 12"):
+        steps.scheduler.filled("f", 13, (7,))
+    with pytest.raises(ValueError, match="3 blocks were reserved"):
+        steps.scheduler.filled("f", 12, (7, 7))
+    steps.scheduler.filled("f", 12, (7,))
+    assert [(c.start, c.tokens) for c in steps.step().batch.chunks] == [(12, (7,))]
+    steps.until_idle()
+    assert steps.finished["f"].completion_tokens == 5
+    assert steps.drawn["f"] == 4
+
+
 @dataclass
 class Shadow:
     new: NewSequence
-    drawn: int = 0
-    filling: bool = False
     cancelled: bool = False
+    late: int = 0
+    """Tokens drawn elsewhere that came when it was filled."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -672,10 +803,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.all: dict[str, Shadow] = {}
         self.to_fill: dict[str, Reservation] = {}
         self.batch: Batch | None = None
-        self.told: set[int] = set()
+        self.lent: dict[str, tuple[int, ...]] = {}
+        """Blocks that others may read."""
 
     def note(self, report: StepReport) -> None:
         self.steps.take(report)
+        for ready in report.ready:
+            before = self.lent.get(ready.id, ())
+            assert ready.blocks[: len(before)] == before, "a block that was told is another one now"
+            assert len(ready.blocks) > len(before)
+            self.lent[ready.id] = ready.blocks
 
     def granted(self) -> None:
         self.to_fill.update({r.id: r for r in self.steps.scheduler.take_reservations()})
@@ -687,7 +824,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(3, 14),
         generated=st.integers(0, 2),
         priority=st.integers(0, 1),
-        kind=st.sampled_from(["plain", "plain", "hold", "fill"]),
+        kind=st.sampled_from(["plain", "plain", "hold", "lend", "lend", "fill"]),
     )
     def add(self, prompt: tuple[int, ...], max_tokens: int, generated: int, priority: int, kind: str) -> None:
         id = f"r{len(self.all)}"
@@ -697,8 +834,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens,
             generated=(7,) * generated,
             priority=priority,
-            hold=kind == "hold",
+            hold=kind in ("hold", "lend"),
             fill=kind == "fill",
+            lend=kind == "lend",
         )
         self.all[id] = Shadow(item)
         self.steps.scheduler.add(item)
@@ -711,6 +849,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note(plan.report)
         self.granted()
         self.batch = plan.batch if plan.batch.chunks else None
+        lent = {block for blocks in self.lent.values() for block in blocks}
+        for chunk in plan.batch.chunks:
+            written = chunk.blocks[chunk.start // SIZE : -(-(chunk.start + len(chunk.tokens)) // SIZE)]
+            assert not lent & set(written), "a block that others read is written to"
         outside = self.to_fill or self.unreleased() or self.steps.scheduler.pool.quarantined
         if self.batch is None and not outside:
             assert not self.steps.scheduler.has_work, "work, but nothing was scheduled"
@@ -741,17 +883,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fill(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.to_fill)))
         granted = self.to_fill.pop(id)
+        item = self.all[id].new
+        late = () if item.generated or not data.draw(st.booleans()) else (7,)
+        self.all[id].late = len(late)
+        most = len(item.prompt) if late else granted.tokens
         self.steps.scheduler.filled(
-            id, data.draw(st.integers(granted.cached * SIZE, granted.tokens) | st.just(0))
+            id, data.draw(st.integers(granted.cached * SIZE, most) | st.just(0)), late
         )
 
     def unreleased(self) -> list[str]:
-        return sorted(id for id in self.steps.held if id in self.steps.scheduler._sequences)
+        return sorted(id for id in {*self.steps.held, *self.lent} if id in self.steps.scheduler._sequences)
 
     @precondition(lambda self: self.unreleased())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.steps.scheduler.release(data.draw(st.sampled_from(self.unreleased())))
+        id = data.draw(st.sampled_from(self.unreleased()))
+        self.lent.pop(id, None)
+        self.steps.scheduler.release(id)
 
     @invariant()
     def sound(self) -> None:
@@ -764,6 +912,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for id in list(self.to_fill):
                 self.steps.scheduler.filled(id, self.to_fill.pop(id).tokens)
             for id in self.unreleased():
+                self.lent.pop(id, None)
                 self.steps.scheduler.release(id)
             self.plan()
             if self.batch is not None:
@@ -778,7 +927,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert end.completion_tokens == min(
                     shadow.new.sampling.max_tokens, 40 - len(shadow.new.prompt)
                 )
-                assert self.steps.drawn[id] == end.completion_tokens - len(shadow.new.generated)
+                elsewhere = len(shadow.new.generated) + shadow.late
+                assert self.steps.drawn[id] == end.completion_tokens - elsewhere
             if end is not None and end.finish is FinishReason.CANCELLED:
                 assert shadow.cancelled
 
