@@ -8,7 +8,6 @@ that is stopped answers nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
@@ -97,8 +96,10 @@ class LoopbackHub:
     def _break(self, port: _Port) -> None:
         port.alive = False
         port.thawed.set()
-        for connection in list(port.connections):
-            connection.shut()
+        for other in (port, *self._ports.values()):
+            for connection in list(other.connections):
+                if port in connection.ends:
+                    connection.shut()
 
     def die(self, address: str) -> None:
         """As if the process were killed: every path to it breaks."""
@@ -180,6 +181,31 @@ class LoopbackTransport:
         self._hub.detach(self.address)
 
 
+class _Served:
+    """One read at its source, which ends once: by the reader, by a broken path or by the lease's end."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.reading: Reading
+        self._ended = False
+        self._refused: LeaseExpired | None = None
+
+    def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            self._source.end_read(self.reading)
+        except LeaseExpired as error:
+            self._refused = error
+
+    def confirm(self) -> None:
+        """LeaseExpired when the lease did not stand until the last byte."""
+        self.end()
+        if self._refused is not None:
+            raise self._refused
+
+
 class LoopbackConnection:
     def __init__(
         self, hub: LoopbackHub, port: _Port, own: _Port, region: Region, settings: TransferSettings
@@ -190,6 +216,11 @@ class LoopbackConnection:
         self._region = region
         self._settings = settings
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._served: dict[_Served, None] = {}
+
+    @property
+    def ends(self) -> tuple[_Port, _Port]:
+        return self._port, self._own
 
     @property
     def closed(self) -> bool:
@@ -199,6 +230,8 @@ class LoopbackConnection:
         if not self._broken.done():
             self._broken.set_result(None)
             self._port.connections.remove(self)
+            for served in self._served:
+                self._at(served.end)
 
     async def _or_broken(self, seconds: float) -> None:
         """Lets `seconds` pass, then waits for an open way; TransferFailed when the path breaks first."""
@@ -231,7 +264,8 @@ class LoopbackConnection:
             await self._broken
             raise TransferFailed("the source is gone")
         overdue: asyncio.Future[None] = loop.create_future()
-        reading = await self._at_source(self._begin(lease, chunk, overdue))
+        served = _Served(port.source)
+        await self._at_source(self._begin(served, lease, chunk, overdue))
         try:
             size = len(chunk.positions) * (hub.block_bytes or self._region.block_bytes)
             now = true_time()
@@ -242,22 +276,34 @@ class LoopbackConnection:
             )
             if not overdue.done():
                 await self._or_broken(0)
-                self._copy(reading, chunk)
+            if not overdue.done():
+                self._copy(served.reading, chunk)
+            await self._at_source(_call(served.confirm))
         except BaseException:
-            # Whatever became of this end: the source lets go of the blocks when it notices, not before.
-            self._at(port.source.end_read, reading)
+            # Whatever became of this end, the source lets go of the blocks by itself.
+            self._at(served.end)
             raise
-        await self._at_source(_call(port.source.end_read, reading))
+        finally:
+            self._served.pop(served, None)
         await self._or_broken(hub.latency_s + port.delay_s)
-        if reading.checksums:
-            verify(self._region, chunk, reading.checksums)
+        if served.reading.checksums:
+            verify(self._region, chunk, served.reading.checksums)
 
-    async def _begin(self, lease: LeaseId, chunk: Chunk, overdue: asyncio.Future[None]) -> Reading:
-        reading = await self._port.source.begin_read(lease, chunk.positions, lambda: settle(overdue))
-        if self._broken.done():  # nobody waits for it any more
-            self._port.source.end_read(reading)
-            raise TransferFailed("the source is gone")
-        return reading
+    async def _begin(
+        self, served: _Served, lease: LeaseId, chunk: Chunk, overdue: asyncio.Future[None]
+    ) -> None:
+        """At the source. The end of the lease ends the read there, whatever its reader does."""
+        source, loop = self._port.source, asyncio.get_running_loop()
+
+        def abort() -> None:
+            settle(overdue)
+            loop.call_soon(served.end)
+
+        served.reading = await source.begin_read(lease, chunk.positions, abort)
+        if self._broken.done():
+            served.end()
+        else:
+            self._served[served] = None
 
     def _copy(self, reading: Reading, chunk: Chunk) -> None:
         remote, own = self._port.source.region.array, self._region.array
@@ -279,6 +325,13 @@ class LoopbackConnection:
                 last[:] = remote[reading.blocks[-1] - 1]
         self._hub.damaged += bool((last != remote[reading.blocks[-1]]).any())
 
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        self._hub.tap(self._own.address, self._port.address, "ready")
+        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        answer = await self._at_source(self._port.source.ready(lease, have, wait_s))
+        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        return answer
+
     async def renew(self, lease: LeaseId) -> float:
         self._hub.tap(self._own.address, self._port.address, "renew")
         await self._or_broken(self._hub.latency_s + self._port.delay_s)
@@ -292,8 +345,7 @@ class LoopbackConnection:
 
     def _at(self, function: Callable[..., object], *args: object) -> None:
         """Done by the source's process, soon."""
-        context = self._port.context.copy()
-        context.run(asyncio.get_running_loop().call_soon, _unless_late, function, *args)
+        self._port.context.copy().run(asyncio.get_running_loop().call_soon, function, *args)
 
     async def close(self) -> None:
         self.shut()
@@ -301,12 +353,6 @@ class LoopbackConnection:
 
 async def _call(function: Callable[..., T], *args: object) -> T:
     return function(*args)
-
-
-def _unless_late(function: Callable[..., object], *args: object) -> None:
-    """What nobody waits for may be refused unheard."""
-    with contextlib.suppress(LeaseExpired):
-        function(*args)
 
 
 async def _elsewhere(
