@@ -237,7 +237,7 @@ class LatencyRunner:
     def _scores(self, chunk: Chunk) -> tuple[TokenLogprobs, ...]:
         """Made up of the KV before each token, so that wrong KV shows."""
         kv = (self._read(chunk, chunk.start + k) for k in range(len(chunk.targets)))
-        return tuple(TokenLogprobs(-(value % 1000) / 100) for value in kv)
+        return tuple(TokenLogprobs(-(1 + value % 1000) / 100) for value in kv)
 
     def _logprobs(self, chunk: Chunk, token: int | None) -> TokenLogprobs | None:
         """Made up, but well formed: the drawn token is the likeliest, each further half as likely."""
