@@ -35,6 +35,9 @@ class WireSettings:
     forgives a healthy process on a busy host its pauses."""
     connect_s: float = 5.0
     """Seconds a worker has to take a session."""
+    apart_s: float = 0.002
+    """Seconds from one frame of a worker to its next: what it has to say meanwhile travels together. Holds up
+    only who speaks more often than that; below a decode step of a real model, so that it holds up none."""
     backlog: int = 100_000
     """Tokens (or messages to a worker) that may wait for one peer; with more it is too slow and let go."""
     message_bytes: int = 16 << 20
@@ -44,6 +47,8 @@ class WireSettings:
         for name in ("heartbeat_s", "connect_s", "backlog", "message_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"wire.{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.apart_s < self.heartbeat_s:
+            raise ValueError(f"wire.apart_s must be from 0 to below wire.heartbeat_s, not {self.apart_s}")
 
     @property
     def silence_s(self) -> float:
@@ -72,14 +77,20 @@ class Link(Generic[T]):
     """One end: its outbox, its heartbeats and its verdict on the peer. `run` lasts as long as the session.
 
     `pack` takes as much from the queue as one message carries: its bytes, and how much weight left.
+    Messages are written `apart_s` seconds apart.
     """
 
     def __init__(
-        self, pipe: Pipe, settings: WireSettings, pack: Callable[[deque[T]], tuple[bytes, int]]
+        self,
+        pipe: Pipe,
+        settings: WireSettings,
+        pack: Callable[[deque[T]], tuple[bytes, int]],
+        apart_s: float = 0.0,
     ) -> None:
         self._pipe = pipe
         self._settings = settings
         self._pack = pack
+        self._apart_s = apart_s
         self._outbox: deque[T] = deque()
         self._weight = 0
         self._loop = asyncio.get_running_loop()
@@ -151,9 +162,12 @@ class Link(Generic[T]):
             self.end(error)
 
     async def _write(self) -> None:
+        next_at = -math.inf
         try:
             while not self._over.done():
                 if self._outbox:
+                    if (early := next_at - self._loop.time()) > 0 and self._final is None:
+                        await asyncio.sleep(early)
                     data, weight = self._pack(self._outbox)
                     self._weight -= weight
                 elif self._final:
@@ -169,6 +183,7 @@ class Link(Generic[T]):
                     continue
                 self._wrote, self._beat = True, False
                 self._writing_since = self._loop.time()
+                next_at = self._writing_since + self._apart_s
                 await self._pipe.write(data)
                 self._writing_since = math.inf
         except FleetError as error:
@@ -278,7 +293,7 @@ class WorkerSessions:
         """One session, from `opened` to `closed`, each called once; returns why it ended."""
         if self._closing:
             return Unavailable("the worker is closing")
-        end = _WorkerEnd(Link(pipe, self._settings, _pack_frames))
+        end = _WorkerEnd(Link(pipe, self._settings, _pack_frames, self._settings.apart_s))
         self._open[end] = None
         self._service.opened(end)
         try:
