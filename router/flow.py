@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from fleet.errors import (
     WorkerLost,
     error_named,
 )
+from fleet.goodput import End, Outcome, Rolling, Verdict, attains
 from fleet.handoff import (
     CancelReason,
     DecodeJob,
@@ -41,21 +43,25 @@ from fleet.handoff import (
     Started,
     Token,
 )
-from fleet.ids import Incarnation, LeaseId, WorkerId
+from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Stage, Timeline
-from router.admission import Admission
+from router.admission import Act, Admission, Decision
 from router.cost import Ask, Choice, choose_decode, choose_prefill
+from router.forecast import Forecast, forecast
 from router.link import Link, Stream
 from router.prefix_index import PrefixIndex
 from router.record import HandoffRecord, HandoffState, Records
 from router.roster import LinkState, Pool, Roster
-from router.run import Run, RunEnd, RunToken
-from router.settings import RouterSettings
+from router.run import Run, RunEnd, RunToken, Terms
+from router.settings import AdmissionMode, RouterSettings
 
 log = logging.getLogger(__name__)
 
 _STAGES = {stage.value: stage for stage in Stage}
+_Found = tuple[Pool, Choice, PrefillJob | DecodeJob]
+_TURN_S = 0.25
+"""How often those who wait for their turn are looked at when nothing happens, seconds."""
 
 
 class Flow:
@@ -68,16 +74,24 @@ class Flow:
         self.roster = roster
         self.index = index
         self.links = links
-        self.admission = Admission(settings.flow)
+        self.admission = Admission(settings.flow, settings.admission)
+        self.mode = settings.admission.mode
+        default = settings.admission.default_class
+        self.terms = Terms(default, settings.objectives[default])
+        """Of requests that bring none."""
+        self.goodput: dict[str, Rolling] = {}
+        """By class, from its first request that ended."""
         self.records = Records(settings.flow.records)
         self.counters: Counter[str] = Counter()
         """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
         `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `refusals` and
-        `failovers`."""
+        `failovers`; and of admission `queued` and `shed`."""
         self._change = asyncio.Event()
+        self._queued: dict[RequestId, _Run] = {}
+        self._ticking: asyncio.TimerHandle | None = None
 
-    def start(self, request: Request, timeline: Timeline) -> Run:
-        return _Run(self, request, timeline)
+    def start(self, request: Request, timeline: Timeline, terms: Terms | None = None) -> Run:
+        return _Run(self, request, timeline, terms or self.terms)
 
     def models(self) -> tuple[str, ...]:
         return self.roster.models()
@@ -92,6 +106,45 @@ class Flow:
         """Who could serve what has changed: those who wait for a worker look again."""
         change, self._change = self._change, asyncio.Event()
         change.set()
+        self.turn()
+
+    def wait(self, run: _Run) -> None:
+        """Puts it into the queue, for `turn` to end its waiting."""
+        self._queued[run.request.id] = run
+        self.turn()
+
+    def turn(self) -> None:
+        """Sends on those whose turn it is, as long as there is room. Called whenever there may be more."""
+        if not self._queued:
+            return
+        now = asyncio.get_running_loop().time()
+        for request, decision in self.admission.expired(now):
+            self.refuse(request, decision)
+        for model in self.admission.models():
+            while (head := self.admission.head(model, now)) is not None:
+                if not self._queued[head].offered(now):
+                    break
+                del self._queued[head]
+        if self._ticking is None and self._queued:
+            self._ticking = asyncio.get_running_loop().call_later(_TURN_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self.turn()
+
+    def refuse(self, request: RequestId, decision: Decision) -> None:
+        """One that waits."""
+        self._queued.pop(request).turned_away(decision)
+
+    def forget(self, request: RequestId) -> None:
+        """Its waiting is over, for whatever reason; idempotent."""
+        self._queued.pop(request, None)
+
+    def judged(self, terms: Terms, outcome: Outcome, verdict: Verdict, now: float) -> None:
+        rolling = self.goodput.get(terms.slo_class)
+        if rolling is None:
+            rolling = self.goodput[terms.slo_class] = Rolling(now)
+        rolling.add(outcome, verdict, now)
 
     async def changed(self, until: float) -> None:
         """Returns after the next `wake`, or at `until`."""
@@ -121,16 +174,24 @@ class _Leg:
 class _Run:
     """One request on its way. Implements `router.run.Run`."""
 
-    def __init__(self, flow: Flow, request: Request, timeline: Timeline) -> None:
+    def __init__(self, flow: Flow, request: Request, timeline: Timeline, terms: Terms) -> None:
         self.flow = flow
         self.request = request
         self.timeline = timeline
+        self.terms = terms
         self.limits = flow.settings.flow
         self.loop = asyncio.get_running_loop()
         self.record = HandoffRecord(request.id, request.model, len(request.prompt), timeline.start)
         self.tie = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest(), "little")
         self.due = timeline.start + request.deadline_s
         self.generated: list[int] = []
+        self.times = array("d")
+        """When each of them was taken by the client, seconds since acceptance."""
+        self.forecast: Forecast | None = None
+        """Of the first leg, as it was dispatched; None: of another kind, or lost."""
+        self.sent_at = 0.0
+        self.waiting: asyncio.Future[None] | None = None
+        """While it waits for its turn."""
         self.scores: list[TokenLogprobs] = []
         """Of the prompt's tokens after the first, until they are told with the first token."""
         self.cached_tokens = 0
@@ -164,7 +225,7 @@ class _Run:
             if self.stopped is not None:
                 raise _Stopped
             self.due = self.flow.admission.enter(self.request, self.timeline.start)
-            leg = await self._next_leg()
+            leg = await self._first_leg()
             while True:
                 following: _Leg | None = None
                 failed: FleetError | None = None
@@ -178,16 +239,19 @@ class _Run:
                                 self._scored(said)
                             case Token(_, token, logprobs):
                                 yield self._token(leg, token, logprobs)
+                                self._taken()
                             case Prefilled():
                                 event = self._prefilled(leg, said)
                                 if said.finish is not None:
                                     yield event
+                                    self._taken()
                                     yield self._finished(said.finish)
                                     return
                                 # The decode worker is asked before the client is served: a slow client
                                 # must not keep KV waiting.
                                 following = self._try_leg()
                                 yield event
+                                self._taken()
                                 break
                             case Ended():
                                 yield self._ended(leg, said)
@@ -206,7 +270,7 @@ class _Run:
             self._close(HandoffState.RELEASED, "stopped before it began")
             yield RunEnd(FinishReason.CANCELLED, self._usage())
         except FleetError as error:
-            self._close(HandoffState.FAILED, error.message, f"failed_{type(error).__name__}")
+            self._close(HandoffState.FAILED, error.message, error)
             raise
         finally:
             self._close(HandoffState.RELEASED, "the reader went away")
@@ -214,15 +278,88 @@ class _Run:
     def __aiter__(self) -> AsyncIterator[RunToken | RunEnd]:
         return self._events()
 
+    @property
+    def more(self) -> bool:
+        return self.leg is not None and self.leg.stream.more
+
     async def stop(self, reason: CancelReason) -> None:
         if self.over or self.stopped is not None:
             return
         self.stopped = reason
         self._interrupt(_Stopped())
         if reason is CancelReason.STOP_STRING:
-            self._close(HandoffState.DONE, f"stopped: {reason}", f"finished_{FinishReason.STOP}")
+            self._close(HandoffState.DONE, f"stopped: {reason}", FinishReason.STOP)
         else:
             self._close(HandoffState.RELEASED, f"stopped: {reason}")
+
+    # -- admission
+
+    async def _first_leg(self) -> _Leg:
+        """Through admission to a worker. Raises `Overloaded` for a request that is refused."""
+        flow, now = self.flow, self.loop.time()
+        found = None if flow.mode is AdmissionMode.OFF else self._choose(set())
+        if found is None:
+            return await self._next_leg()
+        cast = self._forecast(found)
+        decision, gave_way = flow.admission.arrive(self.request, self.terms, cast, self.timeline.start, now)
+        self._decided(decision)
+        if gave_way is not None:
+            flow.refuse(*gave_way)
+        if flow.mode is AdmissionMode.ENFORCE:
+            if decision.act is Act.REFUSE:
+                raise self._shed(decision)
+            if decision.act is Act.QUEUE:
+                return await self._await_turn()
+        return self._try_leg(found, cast) or await self._next_leg()
+
+    async def _await_turn(self) -> _Leg:
+        self.flow.counters["queued"] += 1
+        self.waiting = self.loop.create_future()
+        try:
+            self.flow.wait(self)
+            await self.waiting
+        finally:
+            self.waiting = None
+            self.flow.forget(self.request.id)
+        if self.verdict is not None:
+            raise self.verdict
+        return self.leg or await self._next_leg()
+
+    def offered(self, now: float) -> bool:
+        """It is its turn: whether it went. It is dispatched here, so that the next one sees it."""
+        found = self._choose(set())
+        cast = None if found is None else self._forecast(found)
+        decision = self.flow.admission.offer(self.request.id, cast, now)
+        if decision.act is not Act.ADMIT:
+            return False
+        self._decided(decision)
+        if found is not None:
+            self._try_leg(found, cast)
+        self._wake()
+        return True
+
+    def turned_away(self, decision: Decision) -> None:
+        """While it waits."""
+        self._decided(decision)
+        self.verdict = self._shed(decision)
+        self._wake()
+
+    def _shed(self, decision: Decision) -> Overloaded:
+        self.flow.counters["shed"] += 1
+        return decision.error()
+
+    def _wake(self) -> None:
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_result(None)
+
+    def _forecast(self, found: _Found) -> Forecast:
+        pool, choice, _ = found
+        return forecast(pool, choice, self.flow.settings.cost)
+
+    def _decided(self, decision: Decision) -> None:
+        self.record.admission.append(
+            {"at_s": round(self.loop.time() - self.timeline.start, 6), **decision.as_dict()}
+        )
 
     # -- legs
 
@@ -251,11 +388,12 @@ class _Run:
             self.avoid -= self.refused
             self.refused.clear()
 
-    def _try_leg(self) -> _Leg | None:
-        """Chooses by what is known so far and dispatches; None: nobody can take it now."""
+    def _try_leg(self, found: _Found | None = None, cast: Forecast | None = None) -> _Leg | None:
+        """Chooses by what is known so far, or as was just `found`, and dispatches; None: nobody can take it
+        now. `cast`: what was forecast of it there."""
         gone: set[Incarnation] = set()
         """Sessions that have just ended; not to be avoided when they are open again."""
-        while (found := self._choose(gone)) is not None:
+        while (found := found or self._choose(gone)) is not None:
             pool, choice, job = found
             link = self.flow.links.get(choice.worker)
             try:
@@ -264,8 +402,10 @@ class _Run:
                 stream = link.dispatch(job)
             except WorkerLost:
                 gone.add(choice.incarnation)
+                found = cast = None
                 continue
             now = self.loop.time()
+            self.forecast, self.sent_at = cast if not self.generated else self.forecast, now
             self.flow.roster.sent(choice.worker, self.request.id, choice.tokens, choice.blocks)
             self.flow.index.sent(choice.worker, self._hashes(pool, self._needed()), now)
             self._note_dispatch(job, choice, now)
@@ -276,7 +416,7 @@ class _Run:
             return self.leg
         return None
 
-    def _choose(self, gone: set[Incarnation]) -> tuple[Pool, Choice, PrefillJob | DecodeJob] | None:
+    def _choose(self, gone: set[Incarnation]) -> _Found | None:
         now = self.loop.time()
         request = replace(self.request, deadline_s=max(0.0, self.due - now))
         cost, pools = self.flow.settings.cost, self._pools()
@@ -380,6 +520,10 @@ class _Run:
             raise Internal(f"the worker scored prompt tokens from {said.start} on; {known} was the next")
         self.scores += said.logprobs[known - said.start :]
 
+    def _taken(self) -> None:
+        """The client has the last token that was said."""
+        self.times.append(self.loop.time() - self.timeline.start)
+
     def _told(self) -> tuple[TokenLogprobs, ...]:
         scores, self.scores = tuple(self.scores), []
         return scores
@@ -390,6 +534,8 @@ class _Run:
         if len(self.generated) <= 2:
             stage = Stage.FIRST_TOKEN if len(self.generated) == 1 else Stage.SECOND_TOKEN
             self.timeline.mark(stage, self.loop.time())
+        if len(self.generated) == 1:
+            self._came(self.loop.time())
         if not leg.spoke:
             leg.spoke = True
             self._arm()  # From now on the limit is that between tokens.
@@ -411,7 +557,13 @@ class _Run:
         self.generated.append(said.token)
         self.waiting_since = None
         self.timeline.mark(Stage.FIRST_TOKEN, now)
+        self._came(now)
         return RunToken(said.token, said.logprobs, self._told())
+
+    def _came(self, now: float) -> None:
+        """The first token has come."""
+        if self.forecast is not None:
+            self.flow.admission.first_token(self.request, self.forecast, now - self.sent_at)
 
     def _ended(self, leg: _Leg, said: Ended) -> RunEnd:
         """Raises when it is no good end."""
@@ -428,6 +580,7 @@ class _Run:
     def _after(self, leg: _Leg, error: FleetError) -> FinishReason | None:
         """Settles a failed leg. None: to be tried elsewhere. Raises what cannot be."""
         self._drop_leg(CancelReason.MOVED)
+        self.forecast = None
         if self.verdict is not None:
             raise self.verdict
         if not error.retryable:
@@ -486,7 +639,7 @@ class _Run:
         if now >= self.due:
             error = DeadlineExceeded(f"not done within the {self.request.deadline_s:g} s the request had")
             self._interrupt(error)
-            self._close(HandoffState.FAILED, error.message, f"failed_{type(error).__name__}")
+            self._close(HandoffState.FAILED, error.message, error)
             return
         if leg is not None and not leg.stream.over:
             patience = self._patience(leg)
@@ -499,10 +652,13 @@ class _Run:
         self.verdict = verdict
         if self.leg is not None:
             self.leg.stream.interrupt(verdict)
+        self._wake()
+        self.flow.forget(self.request.id)
+        self.flow.admission.leave(self.request.id)
         self.flow.wake()
 
     def _finished(self, finish: FinishReason) -> RunEnd:
-        self._close(HandoffState.DONE, f"finished: {finish}", f"finished_{finish}")
+        self._close(HandoffState.DONE, f"finished: {finish}", finish)
         return RunEnd(finish, self._usage())
 
     def _usage(self) -> Usage:
@@ -513,6 +669,7 @@ class _Run:
             self.leg.link.drop(self.leg.stream, reason)
             self.flow.roster.settle(self.leg.choice.worker, self.request.id)
             self.leg = None
+            self.flow.turn()
 
     def _release(self) -> None:
         self.ticket = None
@@ -521,8 +678,11 @@ class _Run:
             self.held = None
             link.release(lease)
 
-    def _close(self, state: HandoffState, why: str, count: str = "cancelled") -> None:
-        """The one end of it, on every side: worker, lease, admission, record. Later calls do nothing."""
+    def _close(self, state: HandoffState, why: str, end: FinishReason | FleetError | None = None) -> None:
+        """The one end of it, on every side: worker, lease, admission, record. Later calls do nothing.
+
+        `end`: how it finished or failed; None: the client gave it up.
+        """
         if self.over or not self.begun:
             return
         self.over = True
@@ -532,8 +692,47 @@ class _Run:
         self._release()
         if self.timer is not None:
             self.timer.cancel()
+        self.flow.forget(self.request.id)
         self.flow.admission.leave(self.request.id)
         self.timeline.mark(Stage.ENDED, now)
         self.record.move(state, now, why)
+        self._judge(end, now)
         self.flow.records.close(self.record)
-        self.flow.counters[count] += 1
+        if isinstance(end, FleetError):
+            self.flow.counters[f"failed_{type(end).__name__}"] += 1
+        else:
+            self.flow.counters["cancelled" if end is None else f"finished_{end}"] += 1
+        self.flow.turn()
+
+    def _judge(self, end: FinishReason | FleetError | None, now: float) -> None:
+        """What became of it, by its objectives."""
+        kind = _end_of(end, self.stopped)
+        if kind is End.FINISHED and len(self.times) < len(self.generated):
+            self._taken()  # The client ended it while it was given this one.
+        outcome = Outcome.of(self.timeline, self.times, kind, now)
+        verdict = attains(outcome, self.terms.objectives)
+        self.flow.judged(self.terms, outcome, verdict, now)
+        self.record.outcome = {
+            "class": self.terms.slo_class,
+            "tenant": self.terms.tenant,
+            "attained": verdict.attained,
+            "why": verdict.why,
+            **outcome.as_dict(),
+        }
+        if kind is End.FINISHED and self.forecast is not None and (tpot_s := outcome.tpot_s) is not None:
+            self.flow.admission.answered(self.request, self.terms, self.forecast, len(self.times), tpot_s)
+
+
+def _end_of(end: FinishReason | FleetError | None, stopped: CancelReason | None) -> End:
+    match end:
+        case FinishReason():
+            return End.FINISHED
+        case None:
+            # A process that leaves ends what still runs: that is not the client's wish.
+            return End.FAILED if stopped is CancelReason.DEADLINE else End.CANCELLED
+        case Overloaded():
+            return End.REJECTED
+        case DeadlineExceeded():
+            return End.TIMED_OUT
+        case _:
+            return End.INVALID if end.http_status < 500 else End.FAILED

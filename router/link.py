@@ -26,6 +26,7 @@ from fleet.handoff import (
 )
 from fleet.ids import LeaseId
 from fleet.member import WorkerCard
+from fleet.request import FinishReason
 from fleet.wire import Session, Wire
 from router.roster import LinkState
 from router.settings import WatchSettings
@@ -33,6 +34,7 @@ from router.settings import WatchSettings
 log = logging.getLogger(__name__)
 
 Said = Started | Scored | Prefilled | Token | Ended
+_GOOD = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Stream:
@@ -81,6 +83,14 @@ class Stream:
         unread = tuple(self._said)
         self._said.clear()
         return unread
+
+    @property
+    def more(self) -> bool:
+        """Whether a token or a good end is there to be read next."""
+        if not self._said or self._urgent is not None:
+            return False
+        said = self._said[0]
+        return isinstance(said, Token) or (isinstance(said, Ended) and said.finish in _GOOD)
 
     def __aiter__(self) -> Stream:
         return self

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fleet.handoff import CancelReason
+from fleet.objectives import Objectives
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Timeline
 
@@ -29,9 +30,28 @@ class RunEnd:
     usage: Usage
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On whose account a request runs, and what it was promised."""
+
+    slo_class: str
+    objectives: Objectives
+    """Of the class, tightened by what the request asked for."""
+    tenant: str = ""
+    """From authentication; requests of one tenant share what is its part of the fleet."""
+    weight: float = 1.0
+    """Of the tenant, against others."""
+
+
 class Run(Protocol):
     def __aiter__(self) -> AsyncIterator[RunToken | RunEnd]:
         """Tokens, then one `RunEnd`; or raises a `FleetError`. To be iterated once."""
+        ...
+
+    @property
+    def more(self) -> bool:
+        """Whether the next event is there already: then it comes without waiting, and may be shown together
+        with the last one. False where that is not known."""
         ...
 
     async def stop(self, reason: CancelReason) -> None:
@@ -42,8 +62,8 @@ class Run(Protocol):
 class Spine(Protocol):
     """What carries a request through the fleet; the ingress knows no more of it."""
 
-    def start(self, request: Request, timeline: Timeline) -> Run:
-        """Begins to work when first iterated. Raises nothing."""
+    def start(self, request: Request, timeline: Timeline, terms: Terms | None = None) -> Run:
+        """Begins to work when first iterated. Raises nothing. No `terms`: those of the default class."""
         ...
 
     def models(self) -> tuple[str, ...]:

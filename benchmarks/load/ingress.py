@@ -43,6 +43,10 @@ class _Run:
             yield token
         yield RunEnd(FinishReason.LENGTH, Usage(len(self._request.prompt), count, 0))
 
+    @property
+    def more(self) -> bool:
+        return False
+
     async def stop(self, reason: CancelReason) -> None:
         pass
 

@@ -440,20 +440,25 @@ class _Exchange:
     # -- the response
 
     async def _whole(self, job: Job) -> None:
-        async def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
+        def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
             self._tell_time(choice, self._now())
             choice.text.append(text)
             choice.logged += logged
 
-        await follow_all(job.choices, show, self._now)
+        async def flush() -> None:
+            pass
+
+        await follow_all(job.choices, show, flush, self._now)
         for choice in job.choices:
             choice.logged += choice.answer.logged
         await self._respond(200, job.layout.whole(job.choices, job.usage()), _JSON)
 
     async def _stream(self, job: Job) -> None:
+        """Frames that are there at once are written at once."""
         layout, opened = job.layout, self._opened
+        frames: list[bytes] = []
 
-        async def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
+        def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
             frame = b"" if choice.index in opened else layout.opening(choice)
             if text:
                 frame += layout.delta(choice, text, logged)
@@ -462,11 +467,23 @@ class _Exchange:
             if choice.finish:
                 frame += layout.closing(choice, choice.answer.logged)
             if frame or not self._started:
+                frames.append(frame)
+
+        async def flush() -> None:
+            if frames:
+                frame = b"".join(frames)
+                frames.clear()
                 await self._write(frame)
 
-        await follow_all(job.choices, show, self._now)
-        rest = layout.usage(job.usage()) if job.include_usage else b""
-        await self._send({"type": "http.response.body", "body": rest + job.done})
+        try:
+            await follow_all(job.choices, show, flush, self._now)
+        except Exception:
+            await flush()  # What was said before stands before the error.
+            raise
+        if job.include_usage:
+            frames.append(layout.usage(job.usage()))
+        frames.append(job.done)
+        await self._write(b"".join(frames), last=True)
 
     def _tell_time(self, choice: Choice, now: float) -> None:
         before = self._opened.get(choice.index)
@@ -476,12 +493,12 @@ class _Exchange:
             self._ingress.metrics.first.observe(now - self._began)
         self._opened[choice.index] = now
 
-    async def _write(self, frame: bytes) -> None:
+    async def _write(self, frame: bytes, last: bool = False) -> None:
         self._writing += 1
         try:
             if not self._headed:
                 await self._begin_stream()
-            await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+            await self._send({"type": "http.response.body", "body": frame, "more_body": not last})
         finally:
             self._writing -= 1
 

@@ -111,6 +111,10 @@ class _NothingToDraw:
     async def __aiter__(self) -> AsyncIterator[RunToken | RunEnd]:
         yield RunEnd(FinishReason.LENGTH, self._usage)
 
+    @property
+    def more(self) -> bool:
+        return False
+
     async def stop(self, reason: CancelReason) -> None:
         pass
 

@@ -16,6 +16,8 @@ from router.run import Run, RunEnd
 from router.text.answer import Answer, LoggedToken
 
 DONE = b"data: [DONE]\n\n"
+_TOGETHER = 64
+"""Tokens shown without a flush: what a slow client has not taken must not be in one piece."""
 
 
 @dataclass(slots=True)
@@ -96,21 +98,25 @@ class Job:
         )
 
 
-Show = Callable[[Choice, str, list[LoggedToken]], Awaitable[None]]
+Show = Callable[[Choice, str, list[LoggedToken]], None]
 """Called at the first event, then with each text that is not empty, and last when `finish` is set."""
+Flush = Callable[[], Awaitable[None]]
+"""Called when what was shown is not to wait any longer: nothing more is there yet. Not after the end."""
 
 
-async def follow(choice: Choice, show: Show, now: Callable[[], float]) -> None:
+async def follow(choice: Choice, show: Show, flush: Flush, now: Callable[[], float]) -> None:
     """One run to its end, all of whose text is shown. Sets `finish` and `usage`; raises FleetError."""
     run, answer = choice.run, choice.answer
     assert run is not None
     wants_logprobs = choice.request.sampling.logprobs >= 0
     opened = over = False
+    waiting = 0
+    """Tokens since the last flush."""
     events = aiter(run)
     try:
         async for event in events:
             if isinstance(event, RunEnd):
-                await _end(choice, event, show)
+                _end(choice, event, show)
                 if choice.timeline is not None:
                     choice.timeline.mark(Stage.ENDED, now())
                 return
@@ -125,10 +131,14 @@ async def follow(choice: Choice, show: Show, now: Callable[[], float]) -> None:
             text = "" if choice.silent else answer.feed(event.token, event.logprobs)
             if text or not opened:
                 opened = True
-                await show(choice, text, _take(answer, text))
+                show(choice, text, _take(answer, text))
             over = answer.matched
             if over:
                 await run.stop(CancelReason.STOP_STRING)
+            waiting += 1
+            if waiting >= _TOGETHER or not run.more:
+                waiting = 0
+                await flush()
         raise Internal("the run ended without a word")
     except BadConstraint as error:
         # The worker knows no body.
@@ -147,15 +157,15 @@ def _take(answer: Answer, text: str) -> list[LoggedToken]:
     return logged
 
 
-async def _end(choice: Choice, event: RunEnd, show: Show) -> None:
+def _end(choice: Choice, event: RunEnd, show: Show) -> None:
     answer = choice.answer
     if answer.matched:
         choice.finish = "stop"
-        await show(choice, "", [])
+        show(choice, "", [])
     elif event.finish in (FinishReason.STOP, FinishReason.LENGTH):
         rest = answer.end(event.finish)
         choice.finish = "stop" if answer.matched else "length" if choice.silent else str(event.finish)
-        await show(choice, rest, _take(answer, rest))
+        show(choice, rest, _take(answer, rest))
     elif event.finish is FinishReason.CANCELLED:
         raise Unavailable("the server stopped this request before it was done; send it again")
     else:
@@ -163,15 +173,20 @@ async def _end(choice: Choice, event: RunEnd, show: Show) -> None:
     choice.usage = Usage(event.usage.prompt_tokens, answer.tokens, event.usage.cached_tokens)
 
 
-async def follow_all(choices: Sequence[Choice], show: Show, now: Callable[[], float]) -> None:
+async def follow_all(choices: Sequence[Choice], show: Show, flush: Flush, now: Callable[[], float]) -> None:
     """All runs at once. The first failure ends the others and is raised."""
     if len(choices) == 1:
-        await follow(choices[0], show, now)
+        await follow(choices[0], show, flush, now)
         return
+
+    async def one_of_several(choice: Choice) -> None:
+        await follow(choice, show, flush, now)
+        await flush()
+
     try:
         async with asyncio.TaskGroup() as group:
             for choice in choices:
-                group.create_task(follow(choice, show, now))
+                group.create_task(one_of_several(choice))
     except BaseExceptionGroup as failures:
         known, unknown = failures.split(FleetError)
         if unknown is not None or known is None:

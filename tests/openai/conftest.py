@@ -46,13 +46,18 @@ class ScriptedRun:
         self._spine = spine
         self._timeline = timeline
         self._stop = asyncio.Event()
+        self.more = False
 
     async def __aiter__(self) -> AsyncIterator[RunToken | RunEnd]:
         loop = asyncio.get_running_loop()
         drawn, last = 0, -1
         sampling = self.request.sampling
         try:
-            for step in self._spine.script(self.request):
+            steps = iter(self._spine.script(self.request))
+            following = next(steps, None)
+            while (step := following) is not None:
+                following = next(steps, None)
+                self.more = isinstance(following, int)
                 if self._stop.is_set():
                     break
                 if isinstance(step, asyncio.Event):
