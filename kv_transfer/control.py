@@ -29,6 +29,8 @@ READ_BYTES = 32 << 20
 """Most bytes that one read may ask for, unless it is a single block."""
 OPEN_READS = 64
 """Most reads a peer may have under way; readers of ours keep to half of it."""
+OPEN_WAITS = 4096
+"""Most waits for the next blocks of a lease that a peer may have under way; each ends by itself."""
 SESSIONS = 1024
 """Most peers at once."""
 GOODBYE_S = 1.0
@@ -90,6 +92,23 @@ class Renewed(msgspec.Struct, tag="renewed", frozen=True):
     left_s: float
 
 
+class Wait(msgspec.Struct, tag="wait", frozen=True):
+    """Asks for `Ready`: when more than `have` blocks of the lease can be read or no more will come, and
+    after `wait_s` anyway."""
+
+    id: Number
+    lease: Name
+    have: Count
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    id: Number
+    blocks: Count
+    more: bool
+    """Whether more are to come."""
+
+
 class Leave(msgspec.Struct, tag="leave", frozen=True):
     lease: Name
 
@@ -111,8 +130,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
         return TransferFailed(f"{self.error}: {self.message}")
 
 
-ToSource = Read | Copied | Renew | Leave
-ToReader = Granted | Done | Renewed | Refused
+ToSource = Read | Copied | Wait | Renew | Leave
+ToReader = Granted | Done | Ready | Renewed | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _hello = msgspec.msgpack.Decoder(Hello)
@@ -238,6 +257,15 @@ class Caller:
     def say(self, message: ToSource) -> None:
         if not self.closed:
             self._writer.write(frame(message))
+
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        call = self.open()
+        try:
+            self.say(Wait(call.number, lease, have, min(wait_s, 60.0)))
+            answer = await call.next(Ready)
+            return answer.blocks, answer.more
+        finally:
+            self.end(call)
 
     async def renew(self, lease: LeaseId) -> float:
         call = self.open()
@@ -511,6 +539,7 @@ class _Serving:
         self._open: dict[int, Reading] = {}
         self._told: set[int] = set()
         self._beginning: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
 
     def _say(self, message: ToReader) -> None:
@@ -525,13 +554,13 @@ class _Serving:
                 await self._writer.drain()
         finally:
             self._writer.transport.abort()
-            for task in self._beginning:
+            for task in (*self._beginning, *self._waiting):
                 task.cancel()
             self._session.abort()
             await finish(self._ended())
 
     async def _ended(self) -> None:
-        while self._open or self._beginning:
+        while self._open or self._beginning or self._waiting:
             self._idle.clear()
             await self._idle.wait()
 
@@ -545,6 +574,10 @@ class _Serving:
                 task.add_done_callback(self._begun)
             case Copied():
                 self._session.copied(message.id)
+            case Wait():
+                task = asyncio.create_task(self._wait(message))
+                self._waiting.add(task)
+                task.add_done_callback(self._waited)
             case Renew():
                 try:
                     self._say(Renewed(message.id, self._source.renew(LeaseId(message.lease))))
@@ -552,6 +585,20 @@ class _Serving:
                     self._say(Refused.of(message.id, error))
             case Leave():
                 self._source.leave(LeaseId(message.lease))
+
+    async def _wait(self, message: Wait) -> None:
+        try:
+            if len(self._waiting) > OPEN_WAITS:
+                raise BadRequest(f"more than {OPEN_WAITS} waits under way")
+            blocks, more = await self._source.ready(LeaseId(message.lease), message.have, message.wait_s)
+        except FleetError as error:
+            self._say(Refused.of(message.id, error))
+        else:
+            self._say(Ready(message.id, blocks, more))
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waiting.discard(task)
+        self._idle.set()
 
     def _begun(self, task: asyncio.Task[None]) -> None:
         self._beginning.discard(task)

@@ -3,11 +3,15 @@
 A lease ends exactly once, and only when no read touches its blocks any more. It is revoked first, by
 release or by expiry: from then on new reads and renewals are refused. Expiry is a heap ordered by the
 actual end (renewals push a new entry, old ones are skipped), so a renewed lease never hides a dead one.
+
+An open lease grows while its blocks are still being computed, and has no clock: whoever opened it seals it
+when all are there, or releases it.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,13 +42,18 @@ class Swept:
 
 @dataclass(slots=True)
 class _Lease:
-    blocks: tuple[int, ...]
-    generations: tuple[int, ...]
+    blocks: list[int]
+    generations: list[int]
     expires: float
+    """Infinite while it is open."""
     number: int
     """Order of grants: decides between equal ends, so that runs on a virtual clock are alike."""
     reads: int = 0
     revoked: str = ""
+
+    @property
+    def open(self) -> bool:
+        return self.expires == math.inf
 
 
 class LeaseTable:
@@ -75,20 +84,47 @@ class LeaseTable:
 
     def grant(self, lease: LeaseId, blocks: Sequence[int], now: float, duration_s: float) -> None:
         """Pin `blocks`; several leases may pin the same block. ValueError for a bad or repeated one."""
+        if not duration_s > 0:
+            raise ValueError(f"a lease must last more than 0 seconds, not {duration_s}")
+        self.open(lease, blocks)
+        self.seal(lease, now, duration_s)
+
+    def open(self, lease: LeaseId, blocks: Sequence[int]) -> None:
+        """Like `grant`, of blocks to which others will be added, and without a clock until sealed."""
         if lease in self._leases or lease in self._past:
             raise ValueError(f"lease {lease} was granted before")
         if not blocks:
             raise ValueError("a lease needs at least one block")
-        if min(blocks) < 0 or len(set(blocks)) != len(blocks):
-            raise ValueError("blocks of a lease must be distinct and not negative")
-        if not duration_s > 0:
-            raise ValueError(f"a lease must last more than 0 seconds, not {duration_s}")
+        _check(blocks)
+        self._granted += 1
+        entry = self._leases[lease] = _Lease([], [], math.inf, self._granted)
+        self._pin(entry, blocks)
+
+    def extend(self, lease: LeaseId, blocks: Sequence[int]) -> None:
+        """Adds blocks at the next positions. ValueError when it is not open, or a block is bad or there."""
+        entry = self._leases.get(lease)
+        if entry is None or not entry.open or entry.revoked:
+            raise ValueError(f"lease {lease} is not open")
+        _check([*entry.blocks, *blocks])
+        self._pin(entry, blocks)
+
+    def seal(self, lease: LeaseId, now: float, duration_s: float) -> None:
+        """All blocks are there: from now on it lasts while it is renewed. Nothing when it is not open."""
+        entry = self._leases.get(lease)
+        if entry is not None and entry.open:
+            entry.expires = now + duration_s
+            heapq.heappush(self._heap, (entry.expires, entry.number, lease))
+
+    def _pin(self, entry: _Lease, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._pins[block] = self._pins.get(block, 0) + 1
-        generations = tuple(self._generations.get(block, 0) for block in blocks)
-        self._granted += 1
-        self._leases[lease] = _Lease(tuple(blocks), generations, now + duration_s, self._granted)
-        heapq.heappush(self._heap, (now + duration_s, self._granted, lease))
+            entry.generations.append(self._generations.get(block, 0))
+        entry.blocks += blocks
+
+    def ready(self, lease: LeaseId, now: float) -> tuple[int, bool]:
+        """How many blocks it has, and whether more are to come. LeaseExpired when it does not stand."""
+        entry = self._standing(lease, now)
+        return len(entry.blocks), entry.open
 
     def _standing(self, lease: LeaseId, now: float) -> _Lease:
         entry = self._leases.get(lease)
@@ -104,6 +140,8 @@ class LeaseTable:
     def renew(self, lease: LeaseId, now: float, duration_s: float) -> float:
         """Seconds the lease now has left; never shortened. LeaseExpired when it does not stand."""
         entry = self._standing(lease, now)
+        if entry.open:
+            return duration_s  # At least: its clock has not started.
         if now + duration_s > entry.expires:
             entry.expires = now + duration_s
             heapq.heappush(self._heap, (entry.expires, entry.number, lease))
@@ -114,7 +152,8 @@ class LeaseTable:
         self._standing(lease, now)
 
     def begin_read(self, lease: LeaseId, positions: Sequence[int], now: float) -> tuple[int, ...]:
-        """Blocks at `positions` of the lease, pinned until `end_read`. LeaseExpired or IndexError."""
+        """Blocks at `positions` of the lease, pinned until `end_read`. LeaseExpired, or IndexError where
+        there is no block, or none yet."""
         entry = self._standing(lease, now)
         count = len(entry.blocks)
         for position in positions:
@@ -134,10 +173,12 @@ class LeaseTable:
         return why, self._end(lease, entry) if entry.revoked and not entry.reads else None
 
     def release(self, lease: LeaseId, why: str = "released") -> Ended | None:
-        """Revoke; the end at once, or None when reads hold it (or it is over already)."""
+        """Revoke; the end at once, or None when reads hold it (or it is over already). One that is open and
+        read is to be sealed before: its clock bounds how long those reads may last."""
         entry = self._leases.get(lease)
         if entry is None:
             return None
+        assert not (entry.open and entry.reads), f"lease {lease} is open and read; seal it first"
         entry.revoked = entry.revoked or why
         return None if entry.reads else self._end(lease, entry)
 
@@ -177,7 +218,7 @@ class LeaseTable:
             if not self._pins[block]:
                 del self._pins[block]
                 self._generations[block] = self._generations.get(block, 0) + 1
-        return Ended(lease, entry.blocks, entry.revoked)
+        return Ended(lease, tuple(entry.blocks), entry.revoked)
 
     def _check_generations(self, lease: LeaseId, entry: _Lease) -> None:
         for block, generation in zip(entry.blocks, entry.generations, strict=True):
@@ -193,11 +234,17 @@ class LeaseTable:
         for lease, entry in self._leases.items():
             assert entry.reads >= 0, f"lease {lease} has {entry.reads} reads"
             assert entry.reads or not entry.revoked, f"lease {lease} is revoked, unread and not ended"
+            assert not (entry.open and entry.revoked), f"lease {lease} is revoked and open"
             overdue = entry.revoked and entry.reads
-            assert overdue or (entry.expires, entry.number, lease) in scheduled, (
+            assert overdue or entry.open or (entry.expires, entry.number, lease) in scheduled, (
                 f"lease {lease} would never expire"
             )
             self._check_generations(lease, entry)
             for block in entry.blocks:
                 pins[block] = pins.get(block, 0) + 1
         assert pins == self._pins, "pinned blocks are not those of the leases"
+
+
+def _check(blocks: Sequence[int]) -> None:
+    if min(blocks, default=0) < 0 or len(set(blocks)) != len(blocks):
+        raise ValueError("blocks of a lease must be distinct and not negative")

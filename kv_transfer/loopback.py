@@ -332,6 +332,13 @@ class LoopbackConnection:
         await self._or_broken(self._hub.latency_s + self._port.delay_s)
         return answer
 
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        self._hub.tap(self._own.address, self._port.address, "ready")
+        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        answer = await self._at_source(self._port.source.ready(lease, have, wait_s))
+        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        return answer
+
     async def renew(self, lease: LeaseId) -> float:
         self._hub.tap(self._own.address, self._port.address, "renew")
         await self._or_broken(self._hub.latency_s + self._port.delay_s)

@@ -241,6 +241,9 @@ class ShmConnection:
                 return chunk.positions[index]
         return None
 
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        return await self._caller.ready(lease, have, wait_s)
+
     async def renew(self, lease: LeaseId) -> float:
         return await self._caller.renew(lease)
 

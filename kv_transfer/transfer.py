@@ -75,7 +75,10 @@ class Transfer:
         self._threaded = True
         self._transports: list[Transport] = []
         self._table = LeaseTable()
-        self._sealed: dict[LeaseId, tuple[int, ...] | asyncio.Future[tuple[int, ...]]] = {}
+        self._sealed: dict[LeaseId, list[_Sums]] = {}
+        """Checksums of each lease's blocks in order, part by part as they were promised."""
+        self._changes: dict[LeaseId, asyncio.Future[None]] = {}
+        """Done when that lease has more blocks, or is sealed, or over; where somebody waits for it."""
         self._aborts: dict[LeaseId, dict[int, Callable[[], None]]] = {}
         self._read_number = 0
         self._sweep: asyncio.TimerHandle | None = None
@@ -176,15 +179,19 @@ class Transfer:
         The bytes must be final. ValueError for blocks outside the region or repeated; TransferFailed when
         closed.
         """
-        if blocks and max(blocks) >= self.region.blocks:
-            raise ValueError(f"block {max(blocks)} is outside the {self.region.blocks} of this pool")
-        if self._closed:
-            raise TransferFailed("this worker's transfer layer is closed")
+        ticket = self.open(blocks, tokens)
+        self.seal(ticket.lease)
+        return ticket
+
+    def open(self, blocks: Sequence[int], tokens: int) -> KvTicket:
+        """Like `grant` while the later ones of all blocks that `tokens` need are still being computed: they
+        follow by `extend`. Until `seal` the lease has no clock, and lasts until it is released."""
+        self._check(blocks)
         lease = new_lease_id()
-        self._table.grant(lease, blocks, self._loop.time(), self.settings.lease_s)
-        self._sealed[lease] = self._seal(tuple(blocks)) if self.settings.checksum else ()
+        self._table.open(lease, blocks)
+        self._sealed[lease] = []
+        self._sum(lease, blocks)
         self._counters["leases_granted"] += 1
-        self._arm()
         return KvTicket(
             worker=self.worker,
             incarnation=self.incarnation,
@@ -195,31 +202,69 @@ class Transfer:
             lease_s=self.settings.lease_s,
         )
 
-    def _seal(self, blocks: tuple[int, ...]) -> tuple[int, ...] | asyncio.Future[tuple[int, ...]]:
-        if not self._threaded or len(blocks) * self.region.block_bytes <= INLINE_BYTES:
-            return checksums(self.region.array, blocks)
-        return self._loop.run_in_executor(self._threads, checksums, self.region.array, blocks)
+    def extend(self, lease: LeaseId, blocks: Sequence[int]) -> None:
+        """These are final too: the next positions of an open lease. ValueError when it is not open."""
+        self._check(blocks)
+        self._table.extend(lease, blocks)
+        self._sum(lease, blocks)
+        self._changed(lease)
 
-    async def _sums(self, lease: LeaseId) -> tuple[int, ...]:
-        sealed = self._sealed[lease]
-        if isinstance(sealed, tuple):
-            return sealed
-        sums = await asyncio.shield(sealed)
-        self._sealed[lease] = sums
+    def seal(self, lease: LeaseId) -> None:
+        """All blocks are there: the lease's clock starts. Nothing when it is not open."""
+        self._table.seal(lease, self._loop.time(), self.settings.lease_s)
+        self._arm()
+        self._changed(lease)
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        if blocks and max(blocks) >= self.region.blocks:
+            raise ValueError(f"block {max(blocks)} is outside the {self.region.blocks} of this pool")
+        if self._closed:
+            raise TransferFailed("this worker's transfer layer is closed")
+
+    def _sum(self, lease: LeaseId, blocks: Sequence[int]) -> None:
+        if not self.settings.checksum or not blocks:
+            return
+        sums: _Sums
+        if not self._threaded or len(blocks) * self.region.block_bytes <= INLINE_BYTES:
+            sums = checksums(self.region.array, blocks)
+        else:
+            sums = self._loop.run_in_executor(self._threads, checksums, self.region.array, tuple(blocks))
+        self._sealed[lease].append(sums)
+
+    async def _sums(self, lease: LeaseId, count: int) -> list[int]:
+        """Of the first `count` blocks at least; none when they are switched off."""
+        parts, sums = self._sealed[lease], list[int]()
+        for number, part in enumerate(parts):
+            if len(sums) >= count:
+                break
+            if isinstance(part, asyncio.Future):
+                parts[number] = done = await asyncio.shield(part)
+                sums += done
+            else:
+                sums += part
         return sums
+
+    def _changed(self, lease: LeaseId) -> None:
+        if (change := self._changes.pop(lease, None)) is not None:
+            change.set_result(None)
 
     def release(self, lease: LeaseId) -> None:
         """End a lease, as soon as no read touches it; unknown and ended ones are none of our business."""
+        # Reads of an open one have to end within the time of a lease, too.
+        self._table.seal(lease, self._loop.time(), self.settings.lease_s)
         self._ended(self._table.release(lease))
+        self._arm()
+        self._changed(lease)
 
     def _ended(self, ended: Ended | None) -> None:
         if ended is None:
             return
         self._counters[_ENDS.get(ended.why, "leases_released")] += 1
-        sealing = self._sealed.pop(ended.lease)
-        if isinstance(sealing, asyncio.Future) and not sealing.done():
-            # The thread may still read the blocks: harmless, as sums of an ended lease are never used.
-            sealing.cancel()
+        for part in self._sealed.pop(ended.lease):
+            if isinstance(part, asyncio.Future) and not part.done():
+                # The thread may still read the blocks: harmless, as sums of an ended lease are never used.
+                part.cancel()
+        self._changed(ended.lease)
         self._on_end(ended.lease, ended.why)
 
     def _arm(self) -> None:
@@ -243,21 +288,25 @@ class Transfer:
 
     def keep(self, ticket: KvTicket) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the lease at its source until left, from now on, also while the pull waits for its turn.
-        Leaving tells the source that this reader is done; the source then ends the lease."""
+        Leaving tells the source that this reader is done; the source then ends the lease. Leaving by an
+        exception tells it nothing: another reader may want what this one could not use."""
         return self._keep(ticket)
 
     @contextlib.asynccontextmanager
     async def _keep(self, ticket: KvTicket) -> AsyncGenerator[None]:
         self._kept[ticket.lease] += 1
         renewing = asyncio.create_task(self._renew(ticket))
+        done = False
         try:
             yield
+            done = True
         finally:
             renewing.cancel()
             self._kept[ticket.lease] -= 1
             if not self._kept[ticket.lease]:
                 del self._kept[ticket.lease]
-                self._spawn(self._leave(ticket))
+                if done:
+                    self._spawn(self._leave(ticket))
 
     async def _renew(self, ticket: KvTicket) -> None:
         pause = max(0.01, min(ticket.lease_s, self.settings.lease_s) / 3)
@@ -283,6 +332,25 @@ class Transfer:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def ready(self, ticket: KvTicket, have: int) -> int:
+        """How many blocks of a lease can be pulled, as soon as they are more than `have` or no more will
+        come. Holds up no pull.
+
+        Raises LeaseExpired when the lease is over, TransferFailed when its source is gone, or has said
+        nothing for the time of a lease.
+        """
+        patience = min(ticket.lease_s, self.settings.lease_s)
+        while True:
+            try:
+                async with asyncio.timeout(patience):
+                    connection = (await self._path(ticket)).connection
+                    # Asked again and again: no answer is a sign that nobody is there.
+                    count, more = await connection.ready(ticket.lease, have, patience / 3)
+            except TimeoutError:
+                raise TransferFailed(f"{ticket.worker} did not answer for {patience:.3f} s") from None
+            if count > have or not more:
+                return count
 
     async def pull(self, ticket: KvTicket, pairs: Sequence[tuple[int, int]], deadline_s: float) -> Pulled:
         """Bring blocks of a lease into own blocks: `pairs` are (position in the lease, own block).
@@ -431,6 +499,7 @@ class Transfer:
         self._table.validate()
         assert set(self._sealed) == {lease for lease in self._sealed if lease in self._table}
         assert len(self._sealed) == len(self._table), "sums of ended leases are kept"
+        assert all(lease in self._table for lease in self._changes), "somebody waits for a lease that is over"
         assert sum(map(len, self._aborts.values())) == self._table.reads, "reads and their aborts differ"
         if idle:
             assert not len(self._table), f"{len(self._table)} leases are open"
@@ -464,6 +533,10 @@ class Transfer:
         for lease in list(self._sealed):
             self._ended(self._table.release(lease, "aborted"))
         self._threads.shutdown(wait=False)
+
+
+_Sums = tuple[int, ...] | asyncio.Future[tuple[int, ...]]
+"""Checksums of blocks, or the thread that works them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,7 +643,7 @@ class _Serving:
         number = own._read_number
         own._aborts.setdefault(lease, {})[number] = abort
         try:
-            sums = await own._sums(lease)
+            sums = await own._sums(lease, max(positions) + 1)
             # It may have been revoked meanwhile, and its reads aborted, before this one could be.
             own._table.check(lease, own._loop.time())
         except BaseException:
@@ -595,6 +668,17 @@ class _Serving:
         counters["served_bytes"] += len(reading.blocks) * self.region.block_bytes
         if why:
             raise LeaseExpired(f"lease {reading.lease} did not stand until the last byte: {why}")
+
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        own = self._transfer
+        until = own._loop.time() + wait_s
+        while True:
+            count, more = own._table.ready(lease, own._loop.time())
+            left = until - own._loop.time()
+            if count > have or not more or left <= 0:
+                return count, more
+            change = own._changes.setdefault(lease, own._loop.create_future())
+            await asyncio.wait({change}, timeout=left)
 
     def renew(self, lease: LeaseId) -> float:
         own = self._transfer

@@ -68,6 +68,12 @@ class Source(Protocol):
         stand until now."""
         ...
 
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        """Blocks of the lease that can be read, and whether more are to come: as soon as they are more than
+        `have` or no more will come, and after `wait_s` anyway. Raises LeaseExpired, also when the lease ends
+        meanwhile. It may be cancelled, and pins nothing."""
+        ...
+
     def renew(self, lease: LeaseId) -> float:
         """Seconds left. Raises LeaseExpired."""
         ...
@@ -89,6 +95,10 @@ class Connection(Protocol):
         When it has returned, raised or been cancelled, no later write into the destinations can happen.
         Raises LeaseExpired, TransferFailed, BadRequest.
         """
+        ...
+
+    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
+        """`Source.ready`, asked from here. Raises TransferFailed when the path breaks."""
         ...
 
     async def renew(self, lease: LeaseId) -> float: ...

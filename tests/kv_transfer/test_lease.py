@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -100,6 +102,50 @@ def test_positions_are_checked_before_anything_is_pinned() -> None:
     assert table.reads == 0
 
 
+def test_an_open_lease_grows_has_no_clock_and_gets_one_when_it_is_sealed() -> None:
+    table = LeaseTable()
+    table.open(lease("a"), [3])
+    assert table.ready(lease("a"), 1e9) == (1, True)
+    assert table.next_expiry() is None
+    assert table.renew(lease("a"), 1e9, 5.0) == 5.0
+    with pytest.raises(IndexError, match="outside the 1 blocks"):
+        table.begin_read(lease("a"), [1], 1e9)
+    table.extend(lease("a"), [8, 2])
+    assert table.begin_read(lease("a"), [2, 0], 1e9) == (2, 3)
+    table.validate()
+    table.seal(lease("a"), 1e9, 5.0)
+    table.seal(lease("a"), 2e9, 5.0)
+    assert table.ready(lease("a"), 1e9) == (3, False)
+    assert table.next_expiry() == 1e9 + 5.0
+    assert table.expire(1e9 + 5.0).overdue == (lease("a"),)
+    with pytest.raises(LeaseExpired):
+        table.ready(lease("a"), 1e9 + 5.0)
+    _, ended = table.end_read(lease("a"), 1e9 + 6.0)
+    assert ended is not None
+    assert ended.blocks == (3, 8, 2)
+    table.validate()
+    assert table.pinned == 0
+
+
+def test_only_an_open_lease_grows_and_only_by_blocks_it_has_not() -> None:
+    table = LeaseTable()
+    table.open(lease("a"), [3])
+    for blocks in ([3], [4, 4], [-1]):
+        with pytest.raises(ValueError, match="distinct"):
+            table.extend(lease("a"), blocks)
+    table.extend(lease("a"), [])
+    assert table.pinned == 1
+    table.grant(lease("b"), [5], 0.0, 5.0)
+    for name in ("b", "unknown"):
+        with pytest.raises(ValueError, match="is not open"):
+            table.extend(lease(name), [6])
+    assert table.release(lease("a")) is not None
+    with pytest.raises(ValueError, match="is not open"):
+        table.extend(lease("a"), [6])
+    with pytest.raises(ValueError, match="granted before"):
+        table.open(lease("a"), [6])
+
+
 class Leases(RuleBasedStateMachine):
     """Against the plain truth: a lease ends once, at its own time, when unread; a shared block stays."""
 
@@ -130,6 +176,37 @@ class Leases(RuleBasedStateMachine):
         self.blocks[name] = sorted(blocks)
         self.reads[name] = 0
 
+    @rule(blocks=st.sets(st.integers(0, 9), min_size=1))
+    def open(self, blocks: set[int]) -> None:
+        self.made += 1
+        name = lease(self.made)
+        self.table.open(name, sorted(blocks))
+        self.ends[name] = math.inf
+        self.blocks[name] = sorted(blocks)
+        self.reads[name] = 0
+
+    def opened(self) -> list[LeaseId]:
+        return sorted(name for name, end in self.ends.items() if end == math.inf)
+
+    @precondition(opened)
+    @rule(data=st.data(), block=st.integers(0, 9))
+    def extend(self, data: st.DataObject, block: int) -> None:
+        name = data.draw(st.sampled_from(self.opened()))
+        if block in self.blocks[name]:
+            with pytest.raises(ValueError, match="distinct"):
+                self.table.extend(name, [block])
+        else:
+            self.table.extend(name, [block])
+            self.blocks[name].append(block)
+        assert self.table.ready(name, self.now) == (len(self.blocks[name]), True)
+
+    @precondition(opened)
+    @rule(data=st.data(), duration=st.floats(0.1, 10.0))
+    def seal(self, data: st.DataObject, duration: float) -> None:
+        name = data.draw(st.sampled_from(self.opened()))
+        self.table.seal(name, self.now, duration)
+        self.ends[name] = self.now + duration
+
     @precondition(lambda self: self.ends)
     @rule(data=st.data(), duration=st.floats(0.1, 10.0))
     def renew(self, data: st.DataObject, duration: float) -> None:
@@ -137,6 +214,8 @@ class Leases(RuleBasedStateMachine):
         if name in self.revoked or self.now >= self.ends[name]:
             with pytest.raises(LeaseExpired):
                 self.table.renew(name, self.now, duration)
+        elif self.ends[name] == math.inf:
+            assert self.table.renew(name, self.now, duration) == duration
         else:
             self.ends[name] = max(self.ends[name], self.now + duration)
             assert self.table.renew(name, self.now, duration) == self.ends[name] - self.now
@@ -169,6 +248,9 @@ class Leases(RuleBasedStateMachine):
         name = lease(data.draw(st.integers(1, self.made)))
         if name not in self.over:
             self.revoked.add(name)
+            if self.ends[name] == math.inf:
+                self.table.seal(name, self.now, 3.0)
+                self.ends[name] = self.now + 3.0
         ended = self.table.release(name)
         if ended is not None:
             self.finish(name)

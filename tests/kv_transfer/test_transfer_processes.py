@@ -193,6 +193,33 @@ def test_a_reader_killed_or_frozen_ends_its_pins_by_lease_and_the_source_serves_
     run(test())
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_source_killed_or_frozen_under_a_wait_for_its_next_blocks_is_an_error_soon(
+    bench, real_transport, how
+):
+    async def test():
+        async with bench(real_transport) as world:
+            reader = await own(world)
+            async with Process.spawn("p", real_transport, lease_s=1.0) as source:
+                answer = await source.ask(do="open", blocks=[0, 1, 2])
+                ticket = msgspec.convert(answer["ticket"], KvTicket)
+                assert await reader.transfer.ready(ticket, 0) == 3
+                wait = asyncio.create_task(reader.transfer.ready(ticket, 3))
+                await source.ask(do="state")
+                source.signal(how)
+                with pytest.raises(TransferFailed):
+                    # A frozen one is not waited for longer than a lease; all beyond is the machine's.
+                    await asyncio.wait_for(wait, 20)
+                if how == signal.SIGSTOP:
+                    source.signal(signal.SIGCONT)
+                    await source.ask(do="extend", lease=ticket.lease, blocks=[3])
+                    assert await reader.transfer.ready(ticket, 3) == 4
+                    await reader.transfer.pull(ticket, [(3, 0)], 20)
+                    assert (reader.region.array[0] == 4).all()
+
+    run(test())
+
+
 def test_a_lease_survives_a_freeze_of_its_reader_shorter_than_itself(bench, real_transport, eventually):
     async def test():
         async with bench(real_transport) as world:

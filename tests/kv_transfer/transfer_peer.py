@@ -17,6 +17,10 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transfer import Transfer
 
 
+BLOCKS_TO_COME = 1024
+"""Tokens that an open lease will have, for readers that would ask."""
+
+
 def say(**answer: Any) -> None:
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
     sys.stdout.flush()
@@ -42,6 +46,11 @@ async def main() -> None:
         order = msgspec.json.decode(line)
         if order["do"] == "grant":
             say(ticket=transfer.grant(order["blocks"], len(order["blocks"]) * 16))
+        elif order["do"] == "open":
+            say(ticket=transfer.open(order["blocks"], BLOCKS_TO_COME))
+        elif order["do"] == "extend":
+            transfer.extend(order["lease"], order["blocks"])
+            say(extended=True)
         elif order["do"] == "pull":
             ticket = msgspec.convert(order["ticket"], KvTicket)
             say(pulling=True)
