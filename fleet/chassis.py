@@ -228,7 +228,7 @@ class Chassis:
     async def run(self, card: WorkerCard, role: RoleService, lease_ttl_s: float) -> None:
         """Shows the card as READY, serves, and returns when a drain is done. Cancelled: leaves at once."""
         self._role = role
-        self._kv = KvLog(card.id, card.incarnation)
+        self._kv = KvLog(card.id, card.incarnation, card.blocks)
         self._card = replace(card, state=step(MemberState.STARTING, MemberState.READY))
         self._lease = await self._registry.lease(lease_ttl_s)
         background = [asyncio.create_task(self._publish_events()), asyncio.create_task(self._report_load())]
@@ -358,10 +358,13 @@ class Chassis:
         self._role.cancel(stream, reason)
         stream.finished(FinishReason.CANCELLED, None)
 
-    def snapshot(self) -> KvSnapshot:
+    def snapshot(self, part: int = 0) -> KvSnapshot:
         assert self._kv is not None
         self._number_changes()
-        return self._kv.snapshot()
+        try:
+            return self._kv.snapshot(part)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
 
     def status(self) -> LoadReport:
         assert self._role is not None

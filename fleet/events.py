@@ -50,17 +50,24 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
-    """The worker's whole table as of event `sequence`."""
+    """A part of the worker's table, as of event `sequence`."""
 
     worker: WorkerId
     incarnation: Incarnation
     sequence: int
     hashes: tuple[int, ...]
+    """On the device."""
+    host: tuple[int, ...] = ()
+    disk: tuple[int, ...] = ()
+    part: int = 0
+    parts: int = 1
+    """All of them, asked for in order and followed by the events after the first, are the whole table."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvDigest:
-    """Cheap proof that an index equals the worker's table: count and xor of the 64-bit names."""
+    """Cheap proof that an index equals the worker's table: count and xor of the 64-bit names, each tier's
+    turned by some bits (`KvTable.xor`)."""
 
     sequence: int
     blocks: int
@@ -97,6 +104,8 @@ class LoadReport:
     """Ids of the requests held, so that no router counts a phantom."""
     counters: dict[str, int] = field(default_factory=dict)
     """Totals since start: see `docs/counters.md`; shown by `fleetctl status --json`."""
+    stalled_s: float = 0.0
+    """Seconds for which a step has been owed and none has ended; 0 while none is owed."""
 
 
 def load_subject(fleet: str, worker: str = "*") -> str:

@@ -1,80 +1,85 @@
-"""The prefix index: which worker caches which block, as far as it has been proven. Pure.
+"""The prefix index: which worker caches which block at which tier, as far as it has been proven. Pure.
 
-A dict from 64-bit block name to a bitmask of workers. Each life of a worker has a slot, which is one bit;
-forgetting a worker gives up its slot at once, and the bits are swept out later, so that losing a
-hundred workers' events in one moment does not stall the router. A worker's entries are trusted while
-its events came without a gap and its digests agree; else it is *unproven* until a snapshot is loaded,
-and meanwhile it is matched by what this router itself sent there.
+For each worker the table that it keeps itself (`fleet/kv_log.py`), folded from the same events. It is
+trusted while the events came without a gap and its digests agree; else the worker is *unproven* until a
+snapshot is loaded, and meanwhile it is matched by what this router itself sent there.
+
+A lookup touches few blocks: a worker that holds a block holds those before it (caches evict from the leaf),
+so the depth of a prefix is found by halving, for workers of the same depth once. Were a cache to have a
+hole, that could overstate: the answer is a hint, and workers look for themselves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 
-from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvents, KvSnapshot, Tier
+from fleet.events import Cleared, KvDigest, KvEvents, KvSnapshot, Tier
 from fleet.ids import Incarnation, WorkerId
+from fleet.kv_log import PART_BLOCKS, KvTable
 from router.settings import IndexSettings
 
 
 class Outcome(StrEnum):
-    """What became of an event message, a digest or a snapshot."""
+    """What became of an event message, a digest or a part of a snapshot."""
 
     APPLIED = "applied"
     OLD = "old"
-    """A duplicate, or of an earlier life: nothing changed."""
+    """A duplicate, of an earlier life, or not the part that was to come: nothing changed."""
     WAITING = "waiting"
-    """Kept until the worker's snapshot is there."""
+    """More is to come: the worker's snapshot or its next part, or the rest of the events kept meanwhile."""
     UNPROVEN = "unproven"
     """It showed that the index is wrong: a snapshot is needed."""
     STRANGER = "stranger"
     """Of a worker that is not known here."""
 
 
+_Has = Callable[[int], bool]
+_Holder = tuple[WorkerId, _Has]
+
+
 @dataclass(slots=True)
 class _Worker:
     incarnation: Incarnation
-    slot: int
-    """Bit in the masks."""
+    table: KvTable = field(default_factory=KvTable)
     sequence: int = 0
-    """Last event that is in the index."""
+    """Last event that is in the table."""
     why: str | None = "new"
     """Why it is unproven; None: proven."""
     tail: dict[int, KvEvents] = field(default_factory=dict)
     """By sequence: what came while unproven."""
-    blocks: int = 0
-    xor: int = 0
+    next_part: int = 0
+    """Of the snapshot that is being loaded."""
+    loaded: bool = False
+    """All parts of it are here; the tail is to follow."""
+    known: int = 0
+    """Its parts contain something of the events up to this one: only from there on can digests agree."""
     capped: bool = False
     """Some of its blocks were forgotten to stay within the cap: its digest cannot agree any more."""
     promised: int = 0
     """The last event that a digest spoke of; not here by the next digest, it is lost."""
     past: deque[Incarnation] = field(default_factory=lambda: deque(maxlen=4))
+    hints: tuple[dict[int, None], dict[int, None]] = field(default_factory=lambda: ({}, {}))
+    """What was sent there while it was unproven, in this period and in the last one."""
 
 
 class PrefixIndex:
     def __init__(self, settings: IndexSettings) -> None:
         self._settings = settings
-        self._table: dict[int, int] = {}
         self._workers: dict[WorkerId, _Worker] = {}
-        self._owner: dict[int, WorkerId] = {}
-        """Slot bit → worker."""
-        self._live = 0
-        """Bits of slots in use."""
-        self._unproven = 0
-        self._retired = 0
-        """Bits given up since the current sweep began, or before it and still to be swept."""
-        self._sweeping = 0
-        """Bits that the current sweep clears."""
-        self._sweep: deque[int] = deque()
-        """Names the current sweep has still to look at."""
-        self._hints: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        """What was sent to unproven workers: this period's and the last one's."""
+        self._holders: list[_Holder] | None = None
+        """What proven workers hold on the device; None: to be collected again."""
+        self._unproven: dict[WorkerId, _Worker] = {}
+        self._hinted = 0
+        """Blocks in this period's hints, at most."""
         self._hints_since = 0.0
-        self._stale_hints = (0, 0)
-        """Bits given up that may still stand in either of them."""
+        self._bin: list[dict[int, int]] = []
+        """Tables given up. To free a large one takes milliseconds, so that is done bit by bit."""
+        self.size = 0
+        """Blocks in all tables; one that three workers hold, or one worker at three tiers, counts thrice."""
         self.forgotten = 0
         """Blocks dropped to stay within the cap."""
 
@@ -84,7 +89,7 @@ class PrefixIndex:
         """It is unproven until a snapshot is loaded. The same life again changes nothing."""
         known = self._workers.get(worker)
         if known is None:
-            self._workers[worker] = _Worker(incarnation, self._take_slot(worker))
+            self._workers[worker] = self._unproven[worker] = _Worker(incarnation)
         elif known.incarnation != incarnation:
             self._reborn(worker, known, incarnation)
 
@@ -92,7 +97,8 @@ class PrefixIndex:
         """All that was known of it is gone at once."""
         known = self._workers.pop(worker, None)
         if known is not None:
-            self._give_up(known)
+            self._unproven.pop(worker, None)
+            self._empty(known)
 
     def doubt(self, worker: WorkerId, why: str) -> None:
         """Its entries are not to be trusted any more, for a reason seen elsewhere."""
@@ -121,33 +127,60 @@ class PrefixIndex:
             self._lose(message.worker, worker, f"event {message.sequence} came after event {worker.sequence}")
             self._keep(worker, message)
             return Outcome.UNPROVEN
-        self._apply(message.worker, worker, message)
+        self._apply(worker, message)
         return Outcome.APPLIED
 
-    def load_snapshot(self, snapshot: KvSnapshot) -> Outcome:
-        """Replaces all that is known of the worker, then applies the events that came meanwhile.
-
-        A gap among those leaves it unproven.
-        """
-        worker = self._workers.get(snapshot.worker)
+    def load_snapshot(self, part: KvSnapshot) -> Outcome:
+        """The first part replaces all that is known of the worker; the last one is followed by the events
+        that came since the first, see `catch_up`. Until then the worker is unproven."""
+        worker = self._workers.get(part.worker)
         if worker is None:
             return Outcome.STRANGER
-        if snapshot.incarnation != worker.incarnation:
-            if snapshot.incarnation in worker.past:
+        if part.incarnation != worker.incarnation:
+            if part.incarnation in worker.past:
                 return Outcome.OLD
-            self._reborn(snapshot.worker, worker, snapshot.incarnation)
-        elif worker.why is None and snapshot.sequence <= worker.sequence:
+            self._reborn(part.worker, worker, part.incarnation)
+        elif worker.why is None and part.sequence <= worker.sequence:
             return Outcome.OLD
-        self._renew(snapshot.worker, worker)
-        worker.why = None
-        self._unproven &= ~worker.slot
-        worker.sequence = snapshot.sequence
-        self._store(worker, snapshot.hashes)
-        tail, worker.tail = worker.tail, {}
-        for sequence in sorted(tail):
-            if self.apply(tail[sequence]) is Outcome.UNPROVEN:
-                worker.tail = {n: kept for n, kept in tail.items() if n > worker.sequence}
-                return Outcome.UNPROVEN
+        if part.part == 0:
+            self._lose(part.worker, worker, worker.why or "a newer snapshot")
+            self._empty(worker)
+            worker.sequence, worker.next_part = part.sequence, 0
+        elif worker.loaded or part.part != worker.next_part:
+            return Outcome.OLD
+        worker.next_part += 1
+        worker.known = part.sequence
+        before = worker.table.blocks
+        for names, tier in zip((part.hashes, part.host, part.disk), Tier, strict=True):
+            worker.table.store(names, tier)
+        self._grown(worker, before)
+        if worker.next_part < part.parts:
+            return Outcome.WAITING
+        worker.loaded = True
+        return self.catch_up(part.worker)
+
+    def catch_up(self, worker: WorkerId, budget: int = PART_BLOCKS) -> Outcome:
+        """Takes in about `budget` blocks of the events kept since the first part of a snapshot. WAITING:
+        there are more, call it again. A gap among them leaves the worker unproven."""
+        known = self._workers.get(worker)
+        if known is None:
+            return Outcome.STRANGER
+        if not known.loaded:
+            return Outcome.OLD
+        while (message := known.tail.pop(known.sequence + 1, None)) is not None:
+            budget -= self._apply(known, message)
+            if budget < 0:
+                return Outcome.WAITING
+        known.tail = {n: kept for n, kept in known.tail.items() if n > known.sequence}
+        if known.tail:
+            self._empty(known)
+            known.why = f"event {min(known.tail)} came after event {known.sequence}"
+            return Outcome.UNPROVEN
+        known.why = None
+        known.loaded = False
+        known.hints = ({}, {})
+        del self._unproven[worker]
+        self._holders = None
         return Outcome.APPLIED
 
     def check(self, worker: WorkerId, incarnation: Incarnation, digest: KvDigest) -> Outcome:
@@ -169,217 +202,166 @@ class PrefixIndex:
                 return Outcome.UNPROVEN
             known.promised = digest.sequence
             return Outcome.WAITING
-        if not known.capped and (digest.blocks, digest.xor) != (known.blocks, known.xor):
+        if digest.sequence < known.known:
+            return Outcome.WAITING
+        table = known.table
+        if not known.capped and (digest.blocks, digest.xor) != (table.blocks, table.xor):
             self._lose(
-                worker, known, f"digest of {known.blocks} blocks differs from the worker's {digest.blocks}"
+                worker, known, f"digest of {table.blocks} blocks differs from the worker's {digest.blocks}"
             )
             return Outcome.UNPROVEN
         return Outcome.APPLIED
 
     # -- what this router does
 
-    def sent(self, worker: WorkerId, hashes: Sequence[int], now: float) -> None:
+    def sent(self, worker: WorkerId, names: Iterable[int], now: float) -> None:
         """A prompt of these blocks went there. Remembered only while the worker is unproven."""
-        known = self._workers.get(worker)
-        if known is None or known.why is None:
+        known = self._unproven.get(worker)
+        if known is None:
             return
         self._turn_hints(now)
-        hints, bit = self._hints[0], known.slot
-        for name in hashes:
-            hints[name] = hints.get(name, 0) | bit
-        if len(hints) > self._settings.max_hints // 2:
+        hints = known.hints[0]
+        before = len(hints)
+        hints.update(dict.fromkeys(names))
+        self._hinted += len(hints) - before
+        if self._hinted > self._settings.max_hints // 2:
             self._next_hints(now)
 
-    def match(self, hashes: Sequence[int], now: float) -> dict[WorkerId, int]:
-        """Leading blocks each worker is believed to hold; workers with none are absent.
-
-        A worker that holds a block holds those before it (caches evict from the leaf), so that few
-        depths are found by halving the runs whose ends differ, many by walking. Were a cache to have a
-        hole behind its first block, halving could overstate: the answer is a hint.
-        """
-        depths = self._depths(self._table, hashes, self._live & ~self._unproven) if hashes else {}
-        if self._unproven and hashes:
+    def match(self, names: Sequence[int], now: float, tier: Tier = Tier.DEVICE) -> dict[WorkerId, int]:
+        """Leading blocks that each worker is believed to hold at `tier` or a nearer one; workers with none
+        are absent. Of lower tiers only what is proven is known."""
+        if not len(names):
+            return {}
+        depths = _depths(self._collect() if tier is Tier.DEVICE else self._reach(tier), names)
+        if self._unproven:
             self._turn_hints(now)
-            for hints in self._hints:
-                for bit, depth in self._depths(hints, hashes, self._unproven).items():
-                    depths[bit] = max(depths.get(bit, 0), depth)
-        owner = self._owner
-        return {owner[bit]: depth for bit, depth in depths.items()}
+            for period in (1, 0):
+                hinted = [(id, worker.hints[period].__contains__) for id, worker in self._unproven.items()]
+                for id, depth in _depths(hinted, names).items():
+                    depths[id] = max(depths.get(id, 0), depth)
+        return depths
 
     def tidy(self, now: float, budget: int = 20_000) -> None:
-        """Sweeps given-up bits out of up to `budget` entries; to be called now and then."""
+        """Forgets old hints, frees up to `budget` blocks of tables given up; to be called now and then."""
         self._turn_hints(now)
-        if not self._sweep:
-            if self._sweeping:
-                self._retired &= ~self._sweeping
-                self._sweeping = 0
-            if not self._retired:
-                return
-            self._sweeping = self._retired
-            self._sweep.extend(self._table)
-        keep, table, sweep = ~self._sweeping, self._table, self._sweep
-        for _ in range(min(budget, len(sweep))):
-            name = sweep.popleft()
-            mask = table.get(name)
-            if mask is None or not mask & self._sweeping:
-                continue
-            if mask & keep:
-                table[name] = mask & keep
-            else:
-                del table[name]
+        while self._bin and budget > 0:
+            table = self._bin[-1]
+            count = min(budget, len(table))
+            for _ in range(count):
+                table.popitem()
+            budget -= count
+            if not table:
+                self._bin.pop()
 
     # -- what is known
 
-    @property
-    def size(self) -> int:
-        """Blocks in the table, those to be swept included."""
-        return len(self._table)
-
     def blocks(self, worker: WorkerId) -> int:
         known = self._workers.get(worker)
-        return known.blocks if known is not None else 0
+        return known.table.blocks if known is not None and known.why is None else 0
 
     def unproven(self) -> dict[WorkerId, str]:
         """Workers that need a snapshot, and why."""
-        return {id: worker.why for id, worker in self._workers.items() if worker.why is not None}
+        return {id: worker.why or "" for id, worker in self._unproven.items()}
 
-    def holds(self, worker: WorkerId) -> frozenset[int]:
-        """All blocks believed to be there; slow, for tests and operators."""
+    def holds(self, worker: WorkerId, tier: Tier = Tier.DEVICE) -> frozenset[int]:
+        """All blocks believed to be there, for tests and operators."""
         known = self._workers.get(worker)
-        if known is None:
+        if known is None or known.why is not None:
             return frozenset()
-        return frozenset(name for name, mask in self._table.items() if mask & known.slot)
+        return frozenset(known.table.at(tier))
 
     def validate(self) -> None:
         """AssertionError on a broken invariant."""
-        slots = [worker.slot for worker in self._workers.values()]
-        assert len(set(slots)) == len(slots), "two workers share a slot"
-        assert sum(slots) == self._live, "live bits are not those of the workers"
-        assert not self._live & self._retired, "a slot is live and retired"
-        assert not self._sweeping & ~self._retired, "a slot is swept and was never given up"
-        assert self.size <= self._settings.max_blocks, "the table is over its cap"
+        assert self.size == sum(worker.table.blocks for worker in self._workers.values()), "size is off"
+        assert self.size <= self._settings.max_blocks, "the index is over its cap"
         for id, worker in self._workers.items():
-            held = self.holds(id)
-            xor = 0
-            for name in held:
-                xor ^= name
-            assert (len(held), xor) == (worker.blocks, worker.xor), f"{id}: count or xor is off"
-            assert bool(self._unproven & worker.slot) == (worker.why is not None), f"{id}: proven bit is off"
-            assert worker.why is None or not held, f"{id}: unproven and holds blocks"
-        for mask in self._table.values():
-            assert mask, "an entry of nobody"
-            assert not mask & ~(self._live | self._retired), "a bit without an owner"
+            worker.table.validate()
+            assert (worker.why is None) != (id in self._unproven), f"{id}: proven and not"
+            assert worker.why is None or worker.next_part or not worker.table.blocks
+            assert worker.why is not None or not (worker.tail or any(worker.hints) or worker.loaded)
+        if self._holders is not None:
+            true = [(id, w.table.held[0].__contains__) for id, w in self._workers.items() if w.why is None]
+            assert self._holders == true, "lookups see other tables than events"
 
     # -- how
 
-    def _apply(self, id: WorkerId, worker: _Worker, message: KvEvents) -> None:
+    def _apply(self, worker: _Worker, message: KvEvents) -> int:
+        """Returns how many blocks it named, and one."""
         worker.sequence = message.sequence
+        table, named = worker.table, 1
+        before = table.blocks
         for event in message.events:
-            match event:
-                case BlocksStored(hashes, Tier.DEVICE):
-                    self._store(worker, hashes)
-                case BlocksDropped(hashes, Tier.DEVICE):
-                    self._drop(worker, hashes)
-                case Cleared():
-                    self._renew(id, worker)
-                case _:
-                    pass  # Lower tiers are not indexed: what is only there must be brought back first.
+            if isinstance(event, Cleared):
+                self.size -= before
+                self._give_up(worker)
+                before = 0
+            else:
+                table.apply(event)
+                named += len(event.hashes)
+        self._grown(worker, before)
+        return named
 
-    def _store(self, worker: _Worker, hashes: Sequence[int]) -> None:
-        table, bit, xor, new = self._table, worker.slot, 0, 0
-        for name in hashes:
-            mask = table.get(name, 0)
-            if not mask & bit:
-                table[name] = mask | bit
-                xor ^= name
-                new += 1
-        worker.blocks += new
-        worker.xor ^= xor
-        if len(table) > self._settings.max_blocks:
-            self._forget_oldest()
+    def _grown(self, worker: _Worker, before: int) -> None:
+        """Counts what a worker's table has become. Above the cap the largest tables lose their oldest, a
+        sixteenth at a time."""
+        self.size += worker.table.blocks - before
+        while self.size > self._settings.max_blocks:
+            largest, tier = max(
+                ((worker, tier) for worker in self._workers.values() for tier in Tier),
+                key=lambda at: len(at[0].table.at(at[1])),
+            )
+            count = len(largest.table.at(tier)) // 16 + 1
+            forgotten = largest.table.drop_oldest(tier, min(count, PART_BLOCKS))
+            largest.capped = True
+            self.forgotten += forgotten
+            self.size -= forgotten
 
-    def _drop(self, worker: _Worker, hashes: Sequence[int]) -> None:
-        table, bit, xor, gone = self._table, worker.slot, 0, 0
-        for name in hashes:
-            mask = table.get(name, 0)
-            if mask & bit:
-                mask ^= bit
-                if mask:
-                    table[name] = mask
-                else:
-                    del table[name]
-                xor ^= name
-                gone += 1
-        worker.blocks -= gone
-        worker.xor ^= xor
-
-    def _forget_oldest(self) -> None:
-        """In portions: taking the first key of a dict one by one walks over all the holes before it."""
-        excess = len(self._table) - self._settings.max_blocks
-        for name in list(islice(self._table, excess + self._settings.max_blocks // 16)):
-            mask = self._table.pop(name) & self._live
-            self.forgotten += 1
-            while mask:
-                bit = mask & -mask
-                mask ^= bit
-                worker = self._workers[self._owner[bit]]
-                worker.blocks -= 1
-                worker.xor ^= name
-                worker.capped = True
-
-    def _take_slot(self, id: WorkerId) -> int:
-        """A bit that stands in no entry; the worker begins unproven."""
-        free = ~(self._live | self._retired | self._stale_hints[0] | self._stale_hints[1])
-        slot = free & -free
-        self._live |= slot
-        self._unproven |= slot
-        self._owner[slot] = id
-        return slot
+    def _empty(self, worker: _Worker) -> None:
+        """Nothing is known of what it holds, nor is a snapshot under way."""
+        self.size -= worker.table.blocks
+        self._give_up(worker)
+        worker.next_part = 0
+        worker.loaded = worker.capped = False
+        worker.promised = worker.known = 0
 
     def _give_up(self, worker: _Worker) -> None:
-        slot = worker.slot
-        self._live &= ~slot
-        self._unproven &= ~slot
-        del self._owner[slot]
-        if worker.blocks:
-            self._retired |= slot
-        if self._hints[0] or self._hints[1]:
-            self._stale_hints = (self._stale_hints[0] | slot, self._stale_hints[1])
-        worker.blocks = worker.xor = 0
-        worker.capped = False
-
-    def _renew(self, id: WorkerId, worker: _Worker) -> None:
-        """Empties the worker's entries, proven or not; its hints stay if it is unproven."""
-        if not worker.blocks:
-            return
-        proven = worker.why is None
-        self._give_up(worker)
-        worker.slot = self._take_slot(id)
-        if proven:
-            self._unproven &= ~worker.slot
+        self._bin += [held for held in worker.table.held if len(held) > PART_BLOCKS]
+        worker.table.clear()
+        self._holders = None
 
     def _lose(self, id: WorkerId, worker: _Worker, why: str) -> None:
         if worker.why is None:
-            self._renew(id, worker)
-            self._unproven |= worker.slot
-            worker.promised = 0
-            worker.capped = False
-            worker.tail.clear()
+            self._empty(worker)
+            self._unproven[id] = worker
         worker.why = why
 
     def _reborn(self, id: WorkerId, worker: _Worker, incarnation: Incarnation) -> None:
-        self._give_up(worker)
-        worker.slot = self._take_slot(id)
+        self._lose(id, worker, "another life of the worker")
+        self._empty(worker)
         worker.past.append(worker.incarnation)
         worker.incarnation = incarnation
-        worker.sequence = worker.promised = 0
+        worker.sequence = 0
         worker.tail.clear()
-        worker.why = "another life of the worker"
+        worker.hints = ({}, {})
 
     def _keep(self, worker: _Worker, message: KvEvents) -> None:
         worker.tail[message.sequence] = message
         if len(worker.tail) > self._settings.max_tail:
             del worker.tail[min(worker.tail)]
+
+    def _collect(self) -> list[_Holder]:
+        if self._holders is None:
+            self._holders = [
+                (id, worker.table.held[0].__contains__)
+                for id, worker in self._workers.items()
+                if worker.why is None
+            ]
+        return self._holders
+
+    def _reach(self, lowest: Tier) -> list[_Holder]:
+        tiers = list(Tier)[: list(Tier).index(lowest) + 1]
+        proven = [(id, worker.table) for id, worker in self._workers.items() if worker.why is None]
+        return [(id, _any([table.at(tier) for tier in tiers if table.at(tier)])) for id, table in proven]
 
     def _turn_hints(self, now: float) -> None:
         age = now - self._hints_since
@@ -389,61 +371,65 @@ class PrefixIndex:
                 self._next_hints(now)
 
     def _next_hints(self, now: float) -> None:
-        self._hints = ({}, self._hints[0])
-        self._stale_hints = (0, self._stale_hints[0])
+        for worker in self._unproven.values():
+            worker.hints = ({}, worker.hints[0])
+        self._hinted = 0
         self._hints_since = now
 
-    @staticmethod
-    def _depths(table: dict[int, int], hashes: Sequence[int], among: int) -> dict[int, int]:
-        """Slot bit → leading blocks, for the bits `among` that have the first block."""
-        first = table.get(hashes[0], 0) & among
-        if not first:
-            return {}
-        return _halve(table, hashes, first) or _walk(table, hashes, first)
+
+def _any(tables: Sequence[Collection[int]]) -> _Has:
+    if len(tables) == 1:
+        return tables[0].__contains__
+    return lambda name: any(name in table for table in tables)
 
 
-def _halve(table: dict[int, int], hashes: Sequence[int], first: int) -> dict[int, int] | None:
-    """Halves the runs whose ends differ. None when there are so many depths that walking is faster."""
-    get = table.get
-    depths: dict[int, int] = {}
-    full = first & get(hashes[-1], 0)
-    spans = [(0, len(hashes) - 1, first, full)]
-    looks = len(hashes) // 24 + 8
-    while spans:
-        low, high, at_low, at_high = spans.pop()
-        lost = at_low & ~at_high
-        if not lost:
-            continue
-        if high - low == 1:
-            _put(depths, lost, high)
-            continue
-        looks -= 1
-        if not looks:
-            return None
+def _depths(holders: Sequence[_Holder], names: Sequence[int]) -> dict[WorkerId, int]:
+    """Leading blocks of each that has the first one.
+
+    Workers often share a depth: some are looked at block by block, the others compared with them. Where
+    all of those differ each is halved by itself, in C.
+    """
+    first, count = names[0], len(names)
+    rest = [holder for holder in holders if holder[1](first)]
+    found: dict[WorkerId, int] = {}
+    while rest:
+        some = rest[:: len(rest) // 4 + 1]
+        depths = {_depth(has, names) for _, has in some}
+        if len(depths) == len(some) < len(rest):
+            backwards = names[::-1]
+            for id, has in rest:
+                found[id] = count - bisect_left(backwards, True, key=has)
+            break
+        for depth in depths:
+            last, other = names[depth - 1], []
+            if depth == count:
+                for holder in rest:
+                    if holder[1](last):
+                        found[holder[0]] = depth
+                    else:
+                        other.append(holder)
+            else:
+                after = names[depth]
+                for holder in rest:
+                    if holder[1](last) and not holder[1](after):
+                        found[holder[0]] = depth
+                    else:
+                        other.append(holder)
+            rest = other
+    return found
+
+
+def _depth(has: _Has, names: Sequence[int]) -> int:
+    """Leading blocks of one that has the first: doubled until one is missing, then halved, so that names
+    far behind are not worked out for nothing."""
+    low, high, count = 1, 2, len(names)
+    while high <= count and has(names[high - 1]):
+        low, high = high, 2 * high
+    high = min(high, count + 1)
+    while high - low > 1:
         middle = (low + high) // 2
-        at_middle = at_low & get(hashes[middle], 0)
-        full &= at_middle | ~at_low
-        spans.append((middle, high, at_middle, at_middle & at_high))
-        spans.append((low, middle, at_low, at_middle))
-    _put(depths, full, len(hashes))
-    return depths
-
-
-def _walk(table: dict[int, int], hashes: Sequence[int], first: int) -> dict[int, int]:
-    get, here = table.get, first
-    depths: dict[int, int] = {}
-    for depth, name in enumerate(hashes):
-        if (still := here & get(name, 0)) != here:
-            _put(depths, here & ~still, depth)
-            here = still
-            if not here:
-                return depths
-    _put(depths, here, len(hashes))
-    return depths
-
-
-def _put(depths: dict[int, int], bits: int, depth: int) -> None:
-    while bits:
-        bit = bits & -bits
-        bits ^= bit
-        depths[bit] = depth
+        if has(names[middle - 1]):
+            low = middle
+        else:
+            high = middle
+    return low

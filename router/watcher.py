@@ -61,7 +61,7 @@ class Router:
         self.flow = Flow(settings, self.roster, self.index, self.links)
         self.counters: Counter[str] = Counter()
         """Totals since start: `views`, `kv_messages`, `load_messages`, `bad_messages`, `bus_dropped`,
-        `snapshots`, `snapshots_failed`, `unproven`."""
+        `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap)."""
         self._registry = registry
         self._bus = bus
         self._wire = wire
@@ -72,6 +72,8 @@ class Router:
         self._not_before: dict[WorkerId, float] = {}
         """When a worker that did not answer is asked again."""
         self._pause: dict[WorkerId, float] = {}
+        self._loading = asyncio.Lock()
+        """Held while one part of a snapshot is taken in, and until the loop has looked around."""
 
     async def run(self) -> None:
         """Until cancelled. A defect in any part of it ends the whole, and with it the process."""
@@ -199,6 +201,8 @@ class Router:
             self._unproven(report.worker)
         if standing is not None and standing.usable and not usable:
             self.flow.wake()
+        else:
+            self.flow.turn()
 
     def _bad(self, subject: str, error: ValueError) -> None:
         self.counters["bad_messages"] += 1
@@ -233,9 +237,7 @@ class Router:
             if load:
                 self._take_load(await self._wire.status(card.address, settings.snapshot_timeout_s))
             if card.id in self.index.unproven():
-                snapshot = await self._wire.snapshot(card.address, settings.snapshot_timeout_s)
-                self.counters["snapshots"] += 1
-                self.index.load_snapshot(snapshot)
+                await self._load_snapshot(card)
         except FleetError as error:
             self.counters["snapshots_failed"] += 1
             pause = self._pause.get(card.id, settings.retry_min_s)
@@ -248,6 +250,24 @@ class Router:
             if self._asking.get(card.id) is asyncio.current_task():
                 del self._asking[card.id]
 
+    async def _load_snapshot(self, card: WorkerCard) -> None:
+        """Part by part, and between two parts of any workers the loop does whatever else waits: a thousand
+        workers that are asked at once hold up no request."""
+        number, timeout_s = 0, self.settings.watch.snapshot_timeout_s
+        while True:
+            part = await self._wire.snapshot(card.address, timeout_s, number)
+            async with self._loading:
+                outcome = self.index.load_snapshot(part)
+                await asyncio.sleep(0)
+            if outcome is not Outcome.WAITING or part.part + 1 >= part.parts:
+                break
+            number += 1
+        while outcome is Outcome.WAITING:
+            async with self._loading:
+                outcome = self.index.catch_up(card.id)
+                await asyncio.sleep(0)
+        self.counters["snapshots"] += outcome is Outcome.APPLIED
+
     async def _tick(self) -> None:
         settings, loop = self.settings.watch, asyncio.get_running_loop()
         while True:
@@ -259,6 +279,10 @@ class Router:
             for standing in self.roster.workers():
                 self._ask(standing.card)
             self.index.tidy(loop.time())
+            if self.index.forgotten > self.counters["forgotten"]:
+                if not self.counters["forgotten"]:
+                    log.warning("the index has reached its %d blocks", self.settings.index.max_blocks)
+                self.counters["forgotten"] = self.index.forgotten
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "the router does not run"

@@ -54,7 +54,7 @@ class Flood:
     def closed(self, end: WorkerEnd) -> None:
         pass
 
-    def snapshot(self) -> KvSnapshot:
+    def snapshot(self, part: int = 0) -> KvSnapshot:
         return KvSnapshot(WorkerId("w"), Incarnation("i"), 0, ())
 
     def status(self) -> LoadReport:

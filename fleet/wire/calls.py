@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 async def _snapshot(service: WorkerService, data: bytes) -> bytes:
-    return codec.encode_kv_snapshot(service.snapshot())
+    try:
+        part = codec.decode_snapshot_request(data)
+    except Malformed as error:
+        raise BadRequest(str(error)) from None
+    return codec.encode_kv_snapshot(service.snapshot(part))
 
 
 async def _status(service: WorkerService, data: bytes) -> bytes:
@@ -46,8 +50,8 @@ class Caller(ABC):
         """Raises `WorkerLost` when nobody answers there, `DeadlineExceeded` after `timeout_s` seconds,
         and what the worker raised."""
 
-    async def snapshot(self, address: str, timeout_s: float) -> KvSnapshot:
-        data = await self.call(address, "Snapshot", b"", timeout_s)
+    async def snapshot(self, address: str, timeout_s: float, part: int = 0) -> KvSnapshot:
+        data = await self.call(address, "Snapshot", codec.encode_snapshot_request(part), timeout_s)
         return _understood(address, codec.decode_kv_snapshot, data)
 
     async def status(self, address: str, timeout_s: float) -> LoadReport:

@@ -198,10 +198,11 @@ def _field(name: str, hint: Any, by_name: dict[str, FieldDescriptor], check: _Tu
 
         return _Field(name, lambda value: {name: value}, totals)
     if inner:  # tuple[number or text, ...]
-        each: _Turn = _text if inner[0] is str else _same
         if descriptor.type == FieldDescriptor.TYPE_UINT32:
             return _Field(name, lambda value: {name: value}, lambda message: _counts(read(message)))
-        return _Field(name, lambda value: {name: value}, lambda message: tuple(map(each, read(message))))
+        if inner[0] is not str:
+            return _Field(name, lambda value: {name: value}, lambda message: tuple(read(message)))
+        return _Field(name, lambda value: {name: value}, lambda message: tuple(map(_text, read(message))))
     if hint in _SHAPES:
         shape = _SHAPES[hint]
 
@@ -425,6 +426,17 @@ def encode_kv_snapshot(snapshot: KvSnapshot) -> bytes:
 
 def decode_kv_snapshot(data: bytes) -> KvSnapshot:
     return _decode(_KV_SNAPSHOT, data)
+
+
+def encode_snapshot_request(part: int) -> bytes:
+    return _bytes(pb.SnapshotRequest(part=part))
+
+
+def decode_snapshot_request(data: bytes) -> int:
+    part = int(_parse(pb.SnapshotRequest, data).part)
+    if part >= NUMBER_LIMIT:
+        raise Malformed(f"SnapshotRequest.part: {part} is not below {NUMBER_LIMIT}")
+    return part
 
 
 def encode_load_report(report: LoadReport) -> bytes:

@@ -122,7 +122,7 @@ EVENT = st.one_of(st.from_type(BlocksStored), st.from_type(BlocksDropped), st.ju
     lambda event: event if isinstance(event, Cleared) else replace(event, hashes=(0, 5, 2**64 - 1))
 )
 EVENTS = st.builds(KvEvents, TEXT, TEXT, TOTAL, tuples(EVENT))
-SNAPSHOT = st.builds(KvSnapshot, TEXT, TEXT, TOTAL, NAMES)
+SNAPSHOT = st.builds(KvSnapshot, TEXT, TEXT, TOTAL, NAMES, NAMES, NAMES, COUNT, COUNT)
 LOAD = st.builds(
     LoadReport,
     worker=TEXT,
@@ -176,10 +176,16 @@ def test_drain_comes_back_unchanged(limit_s: float, state: MemberState) -> None:
     assert codec.decode_drain_reply(codec.encode_drain_reply(state)) == state
 
 
+@FEW
+@given(COUNT)
+def test_the_part_asked_for_comes_back_unchanged(part: int) -> None:
+    assert codec.decode_snapshot_request(codec.encode_snapshot_request(part)) == part
+
+
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
     drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
-    drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 5, Scored: 3, KvEvents: 4, KvSnapshot: 4}
+    drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 5, Scored: 3, KvEvents: 4, KvSnapshot: 8}
     drawn |= {KvDigest: 3, LoadReport: 15, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn
 

@@ -82,8 +82,8 @@ class Recorder:
         self.closes.append(end)
         self._heard.set()
 
-    def snapshot(self) -> KvSnapshot:
-        return KvSnapshot(WorkerId("w"), Incarnation("i"), 9, (1, 2**64 - 1))
+    def snapshot(self, part: int = 0) -> KvSnapshot:
+        return KvSnapshot(WorkerId("w"), Incarnation("i"), 9, (1, 2**64 - 1), (3,), part=part, parts=8)
 
     def status(self) -> LoadReport:
         return REPORT
@@ -438,6 +438,7 @@ def test_calls_bring_the_workers_own_words(play: Play) -> None:
         service = Recorder()
         async with talking(net, service) as (server, wire, _):
             assert await wire.snapshot(server.address, 30) == service.snapshot()
+            assert await wire.snapshot(server.address, 30, 7) == service.snapshot(7)
             assert await wire.status(server.address, 30) == REPORT
             assert await wire.drain(server.address, 5.0, 30) is MemberState.DRAINING
             with pytest.raises(BadRequest, match="limit_s"):

@@ -38,7 +38,7 @@ class Service:
 
     def closed(self, end: WorkerEnd) -> None: ...
 
-    def snapshot(self) -> KvSnapshot:
+    def snapshot(self, part: int = 0) -> KvSnapshot:
         self.calls += 1
         return KvSnapshot(WorkerId("w"), Incarnation("i"), 0, ())
 

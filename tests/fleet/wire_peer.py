@@ -32,7 +32,7 @@ class Ticker:
     def closed(self, end: WorkerEnd) -> None:
         del self.ends[end]
 
-    def snapshot(self) -> KvSnapshot:
+    def snapshot(self, part: int = 0) -> KvSnapshot:
         return KvSnapshot(WorkerId("ticker"), Incarnation("a"), 0, ())
 
     def status(self) -> LoadReport:

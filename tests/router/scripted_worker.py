@@ -161,9 +161,9 @@ class ScriptedWorker:
             if of == id(end):
                 task.cancel()
 
-    def snapshot(self) -> KvSnapshot:
+    def snapshot(self, part: int = 0) -> KvSnapshot:
         self.snapshots += 1
-        return self.kv.snapshot()
+        return self.kv.snapshot(part)
 
     def status(self) -> LoadReport:
         streams = tuple(dict.fromkeys(self.ids.values()))

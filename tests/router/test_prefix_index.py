@@ -214,11 +214,14 @@ def test_beyond_the_cap_the_oldest_are_forgotten_and_counted() -> None:
     made, (one, two) = proven(W1, W2, max_blocks=160)
     tell(made, one, BlocksStored(tuple(range(1, 101))))
     tell(made, two, BlocksStored(tuple(range(50, 101))))
-    tell(made, two, BlocksStored(tuple(range(101, 181))))
-    assert made.size <= 160
-    assert made.forgotten == 30
+    assert (made.size, made.forgotten) == (151, 0)
+    tell(made, two, BlocksStored(tuple(range(101, 111))))
+    assert (made.size, made.forgotten) == (154, 7), "a sixteenth of the largest table"
     assert made.match([100], 0.0) == {W1: 1, W2: 1}
-    assert made.match([1], 0.0) == {}
+    assert made.holds(W1) == set(range(8, 101))
+    tell(made, two, BlocksStored(tuple(range(200, 400))))
+    assert made.size <= 160
+    assert made.holds(W2) == set(range(400 - made.blocks(W2), 400)), "whatever comes at once"
     assert made.check(W1, Incarnation("w1.1"), one.digest()) is Outcome.APPLIED, "its digest cannot agree"
     tell(made, one, BlocksDropped((1, 100)))
     made.validate()

@@ -67,7 +67,7 @@ def test_a_worker_that_names_blocks_differently_is_refused_aloud() -> None:
     odd = card("d9", fingerprint=replace(PRINT, hash_spec="builtin/0"))
     made = roster(D1, odd)
     assert usable(made) == {"d1"}
-    assert made.refused == {"d9": "hash_spec: builtin/0 != blake2b-256-chain/1"}
+    assert made.refused == {"d9": "hash_spec: builtin/0 != blake2b-256-prefix/2"}
 
 
 def test_a_removed_worker_is_gone_at_once() -> None:

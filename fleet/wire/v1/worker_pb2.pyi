@@ -687,11 +687,21 @@ class KvSnapshot(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     sequence: _builtins.int
+    part: _builtins.int
+    parts: _builtins.int
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def host(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def disk(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -699,10 +709,14 @@ class KvSnapshot(_message.Message):
         incarnation: _builtins.str = ...,
         sequence: _builtins.int = ...,
         hashes: _abc.Iterable[_builtins.int] | None = ...,
+        host: _abc.Iterable[_builtins.int] | None = ...,
+        disk: _abc.Iterable[_builtins.int] | None = ...,
+        part: _builtins.int = ...,
+        parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "incarnation", b"incarnation", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "hashes", b"hashes", "host", b"host", "incarnation", b"incarnation", "part", b"part", "parts", b"parts", "sequence", b"sequence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -836,12 +850,16 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 class SnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PART_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
     def __init__(
         self,
+        *,
+        part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
