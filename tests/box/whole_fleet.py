@@ -3,6 +3,9 @@
 By default in virtual time: only the device (a latency model whose tokens depend on all KV before them) and
 the cables (memory implementations of wire, bus, registry and transfer) are not those of production. Another
 `replica` brings a real model, `links=None` the real transports.
+
+Each worker and router is a `Process`: it has a clock of its own, can be stopped between any two of its steps,
+and killed there. `faults.py` draws what happens to them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.memory import MemoryHub as RegistryHub
 from fleet.request import Request, Sampling, TokenLogprobs
 from fleet.stages import Timeline
+from fleet.virtual_time import Process, true_time
 from fleet.wire.memory import MemoryHub as WireHub
+from fleet.wire.session import WireSettings
 from kv_transfer.loopback import LoopbackHub
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
@@ -40,7 +45,7 @@ from kv_transfer.transfer import Transfer
 from prefill_worker.service import PrefillService
 from router.run import RunEnd
 from router.settings import RouterSettings
-from router.watcher import Router
+from router.watcher import Router, routers_prefix
 
 Memory = NDArray[np.uint8]
 Replica = Callable[[EngineSettings], tuple[KvLayout, Callable[[Memory], Runner]]]
@@ -61,12 +66,16 @@ class Answer:
     scores: list[TokenLogprobs] = field(default_factory=list)
     """Of the prompt, where asked for."""
     end: RunEnd | None = None
+    ends: int = 0
+    """Last words: one, unless the client left or its router was lost."""
     error: FleetError | None = None
+    lost: bool = False
+    """Its router was killed: the connection broke."""
     timeline: Timeline | None = None
 
 
 class BoxWorker:
-    """One worker process, as a task: killed by cancelling it and cutting its cables."""
+    """One worker process: killed by stopping it for good and cutting its cables."""
 
     def __init__(self, box: Box, role: Role, name: str, life: int) -> None:
         self.box = box
@@ -74,6 +83,8 @@ class BoxWorker:
         self.id = WorkerId(name)
         self.incarnation = Incarnation(f"{name}.{life}")
         self.address = f"{name}:{life}"
+        self.process = Process(name, box.clocks(name))
+        self.registry, self.bus = box.registry.registry(), box.bus.bus()
         self.task: asyncio.Task[None] | None = None
         self.engine: Engine
         self.transfer: Transfer
@@ -86,8 +97,7 @@ class BoxWorker:
         region = Region.allocate(box.blocks, layout.block_bytes)
         runner = make(region.array)
         self.engine = Engine(runner, settings, lambda report: self.service.stepped(report), box.constrain)
-        self.registry, self.bus = box.registry.registry(), box.bus.bus()
-        self.chassis = Chassis("box", ChassisSettings(), self.registry, self.bus)
+        self.chassis = Chassis("box", box.chassis, self.registry, self.bus)
         async with AsyncExitStack() as stack:
             self.transfer = await Transfer.start(
                 worker=self.id,
@@ -103,7 +113,9 @@ class BoxWorker:
             if self.role is Role.PREFILL:
                 self.service = PrefillService(self.chassis, self.engine, self.transfer)
             else:
-                self.service = DecodeService(self.chassis, self.engine, self.transfer, pull_limit_s=5.0)
+                self.service = DecodeService(
+                    self.chassis, self.engine, self.transfer, pull_limit_s=box.pull_limit_s
+                )
             server = box.wire.serve(self.chassis, self.address)
             stack.push_async_callback(server.close, 0.0)
             card = WorkerCard(
@@ -123,7 +135,7 @@ class BoxWorker:
             )
             engine = asyncio.create_task(self.engine.run())
             try:
-                await self.chassis.run(card, self.service, lease_ttl_s=5.0)
+                await self.chassis.run(card, self.service, lease_ttl_s=box.lease_ttl_s)
             finally:
                 engine.cancel()
                 await asyncio.gather(engine, return_exceptions=True)
@@ -133,7 +145,7 @@ class BoxWorker:
             self.service.lease_ended(lease, why)  # type: ignore[arg-type]
 
     def load(self) -> LoadReport:
-        return self.chassis.status()
+        return self.process.call(self.chassis.status)
 
     def validate(self) -> None:
         """Idle means idle: every block back, no stream, no lease, and the published table is the true one."""
@@ -142,6 +154,56 @@ class BoxWorker:
         assert not list(self.chassis.streams)
         assert self.service.idle()
         assert set(self.chassis.snapshot().hashes) == set(self.engine.cached())
+
+
+class BoxRouter:
+    """One router process, and the clients that are connected to it."""
+
+    def __init__(self, box: Box, name: str) -> None:
+        self.box = box
+        self.name = name
+        self.process = Process(name, box.clocks(name))
+        self.registry, self.bus = box.registry.registry(), box.bus.bus()
+        self.wire = box.wire.wire(name)
+        self.router = Router(box.settings, "box", self.registry, self.bus, self.wire)
+        self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.task = self.process.start(self.run())
+
+    async def run(self) -> None:
+        lease = await self.registry.lease(self.box.lease_ttl_s)
+        await lease.put(routers_prefix("box") + self.name, b"{}")
+        try:
+            await self.router.run()
+        finally:
+            await lease.close()
+
+    def knows_all(self) -> bool:
+        """Every worker that is up is known in its present life, and none else."""
+        lives = {worker.incarnation for worker in self.box.workers.values()}
+        standings = self.router.roster.workers()
+        return lives == {one.card.incarnation for one in standings} and all(one.usable for one in standings)
+
+    def proven(self) -> bool:
+        """What it believes of every worker's blocks is what that worker holds."""
+        index = self.router.index
+        return not index.unproven() and all(
+            index.holds(worker.id) == set(worker.engine.cached()) for worker in self.box.workers.values()
+        )
+
+    def validate(self) -> None:
+        """Nothing is left of any request, and each had one end."""
+        flow = self.router.flow
+        assert len(flow.admission) == 0
+        assert flow.records.running == ()
+        assert all(record.ended for record in flow.records.ended)
+        ends = ("finished_", "failed_", "cancelled")
+        ended = sum(count for name, count in flow.counters.items() if name.startswith(ends))
+        assert ended == flow.counters["requests"], dict(flow.counters)
+        for worker in self.router.roster.workers():
+            assert not worker.sent, f"{self.name} counts requests at {worker.id} that are over"
+        for link in self.router.links.values():
+            assert len(link) == 0, f"{self.name} has streams at {link.card.id}"
+        self.router.index.validate()
 
 
 class Box:
@@ -161,8 +223,19 @@ class Box:
         replica: Replica | None = None,
         real_links: bool = False,
         constrain: Constrain | None = None,
+        routers: int = 1,
+        wire: WireSettings | None = None,
+        chassis: ChassisSettings | None = None,
+        lease_ttl_s: float = 5.0,
+        pull_limit_s: float = 5.0,
+        clocks: Callable[[str], float] = lambda name: 0.0,
     ) -> None:
+        """`clocks`: seconds by which the clock of a worker or router of this name is ahead."""
         self.constrain = constrain
+        self.chassis = chassis or ChassisSettings()
+        self.lease_ttl_s = lease_ttl_s
+        self.pull_limit_s = pull_limit_s
+        self.clocks = clocks
         self.counts = {Role.PREFILL: prefill, Role.DECODE: decode}
         self.blocks = blocks
         self.engine = engine or EngineSettings(block_size=16, max_batch=32, max_step_tokens=512)
@@ -172,15 +245,21 @@ class Box:
         self.model = model or ToyModel()
         self.registry = RegistryHub(delay_s=0.001)
         self.bus = BusHub(delay_s=0.0005)
-        self.wire = WireHub(to_worker_s=0.0002, to_router_s=0.0002)
+        self.wire = WireHub(wire, to_worker_s=0.0002, to_router_s=0.0002)
         self.replica = replica or self._toy
         self.links = (
             None if real_links else LoopbackHub(bytes_s=1e9, latency_s=0.0002, block_bytes=360 * 1024)
         )
         self.workers: dict[WorkerId, BoxWorker] = {}
+        self.routers: dict[str, BoxRouter] = {}
+        self.dead: list[BoxWorker | BoxRouter] = []
         self.lives = 0
-        self.router: Router
-        self._router: asyncio.Task[None]
+        self.router_names = ["router", *(f"router-{number}" for number in range(1, routers))]
+
+    @property
+    def router(self) -> Router:
+        """The first one."""
+        return self.routers["router"].router
 
     def _toy(self, settings: EngineSettings) -> tuple[KvLayout, Callable[[Memory], Runner]]:
         layout = LatencyRunner.layout_of(settings.block_size)
@@ -190,28 +269,33 @@ class Box:
         for role, count in self.counts.items():
             for number in range(count):
                 self.start(role, f"{role}-{number}")
-        self.router = Router(
-            self.settings, "box", self.registry.registry(), self.bus.bus(), self.wire.wire("router")
-        )
-        self._router = asyncio.create_task(self.router.run())
-        await self.until(lambda: self.router.flow.ready() is None and self._all_known())
+        for name in self.router_names:
+            self.start_router(name)
+        await self.until(self.ready)
         return self
 
-    def _all_known(self) -> bool:
+    def ready(self) -> bool:
+        """Every router could serve, and knows all workers."""
         return all(
-            (standing := self.router.roster.get(worker)) is not None and standing.usable
-            for worker in self.workers
+            router.router.flow.ready() is None and router.knows_all() for router in self.routers.values()
         )
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             await self.rest()
             self.validate()
-        tasks = [self._router, *(worker.task for worker in self.workers.values() if worker.task)]
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends all processes; a living one that ended by a defect is raised."""
+        for corpse in self.dead:
+            corpse.process.resume()
+        living: list[BoxWorker | BoxRouter] = [*self.routers.values(), *self.workers.values()]
+        tasks = [one.task for one in (*living, *self.dead) if one.task is not None]
         for task in tasks:
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
-        for end in ends:
+        for end in ends[: len(living)]:
             if isinstance(end, Exception):
                 raise end
 
@@ -225,20 +309,36 @@ class Box:
         """A worker process starts (again, under the same name: another incarnation)."""
         self.lives += 1
         worker = BoxWorker(self, role, name, self.lives)
-        worker.task = asyncio.create_task(worker.run())
+        worker.task = worker.process.start(worker.run())
         self.workers[worker.id] = worker
         return worker
 
+    def start_router(self, name: str) -> BoxRouter:
+        router = self.routers[name] = BoxRouter(self, name)
+        return router
+
+    def crash(self, name: str) -> None:
+        """SIGKILL, between two steps of the process: no goodbye; its cables break, its registry lease runs
+        out by itself. In virtual time only."""
+        one: BoxWorker | BoxRouter
+        if name in self.routers:
+            one = router = self.routers.pop(name)
+            self.wire.cut(name)
+            router.killed.set_result(None)
+        else:
+            one = worker = self.workers.pop(WorkerId(name))
+            self.wire.kill(worker.address)
+            if hasattr(worker, "transfer"):
+                self.hub.die(worker.transfer.address)
+        one.registry.cut = True
+        one.bus.cut = True
+        one.process.stop()
+        self.dead.append(one)
+
     async def kill(self, name: str) -> None:
-        """SIGKILL: no goodbye; its cables break, its registry lease runs out by itself."""
-        worker = self.workers.pop(WorkerId(name))
-        worker.registry.cut = True
-        worker.bus.cut = True
-        self.wire.kill(worker.address)
-        self.hub.die(worker.transfer.address)
-        assert worker.task is not None
-        worker.task.cancel()
-        await asyncio.gather(worker.task, return_exceptions=True)
+        """The same; returns when those at the other ends of its cables have noticed."""
+        self.crash(name)
+        await asyncio.sleep(0.001)
 
     async def until(self, true: object, limit_s: float = 120.0) -> None:
         """Waits in virtual time until a condition holds."""
@@ -254,8 +354,9 @@ class Box:
 
     def validate(self) -> None:
         for worker in self.workers.values():
-            worker.validate()
-        assert len(self.router.flow.admission) == 0
+            worker.process.call(worker.validate)
+        for router in self.routers.values():
+            router.process.call(router.validate)
 
     def request(
         self, prompt: Sequence[int], sampling: Sampling, number: int, deadline_s: float = 600.0
@@ -264,26 +365,49 @@ class Box:
 
     async def ask(self, request: Request, *, stop_after: int | None = None) -> Answer:
         """One client: reads to the end, or leaves after `stop_after` tokens."""
-        loop = asyncio.get_running_loop()
-        answer = Answer(request.id, timeline=Timeline(loop.time()))
-        assert answer.timeline is not None
-        run = self.router.flow.start(request, answer.timeline)
+        answer = Answer(request.id)
+        await self._serve(self.router, request, answer, stop_after)
+        return answer
+
+    async def ask_over(
+        self, name: str, request: Request, answer: Answer, stop_after: int | None = None
+    ) -> None:
+        """The same as a client of the router of that name, whose work for it is done in its own process.
+        Cancelled: the client vanishes, which the router sees as soon as it runs."""
+        router = self.routers[name]
+        serving = router.process.start(self._serve(router.router, request, answer, stop_after))
+        try:
+            await asyncio.wait({serving, router.killed}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            serving.cancel()
+            raise
+        if serving.done():
+            serving.result()
+        else:
+            answer.lost = True
+
+    async def _serve(self, router: Router, request: Request, answer: Answer, stop_after: int | None) -> None:
+        """What an ingress does."""
+        answer.timeline = Timeline(asyncio.get_running_loop().time())
+        run = router.flow.start(request, answer.timeline)
         try:
             async for event in run:
                 if isinstance(event, RunEnd):
                     answer.end = event
-                    break
+                    answer.ends += 1
+                    continue
+                assert not answer.ends, "a token after the end"
                 answer.tokens.append(event.token)
                 answer.logprobs.append(event.logprobs)
                 answer.scores += event.prompt_logprobs
-                answer.times.append(loop.time())
+                answer.times.append(true_time())
                 if stop_after is not None and len(answer.tokens) >= stop_after:
                     break
         except FleetError as error:
             answer.error = error
+            answer.ends += 1
         finally:
             await run.stop(CancelReason.CLIENT)
-        return answer
 
     def truth(self, request: Request) -> list[int]:
         """What the answer must be, whoever computed it."""

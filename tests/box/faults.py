@@ -1,0 +1,809 @@
+"""Fault schedules: what happens to a whole fleet, drawn from a seed, played in virtual time, and judged.
+
+A seed gives a fleet, its clients and what befalls it: at drawn times or with the k-th message of some link,
+so that faults fall between any two steps. Whatever was drawn, every client must have fared as `_judge` says,
+and the fleet be whole again as `_whole_again` and `_nothing_runs` say. The same seed plays the same way,
+message by message: see `Outcome.trace`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from whole_fleet import MODEL, Answer, Box, BoxRouter, BoxWorker
+
+from engine.latency_runner import LatencyModel
+from engine.settings import EngineSettings
+from fleet.chassis import ChassisSettings
+from fleet.errors import DeadlineExceeded, Overloaded, Unavailable
+from fleet.ids import RequestId, WorkerId
+from fleet.member import MemberState, Role
+from fleet.registry.store import StoreAway
+from fleet.request import FinishReason, Request, Sampling
+from fleet.virtual_time import outside, run, true_time
+from fleet.wire.memory import Direction, Spoilt
+from fleet.wire.session import WireSettings
+from kv_transfer.loopback import Damage
+from kv_transfer.settings import TransferSettings
+from router.settings import CostSettings, FlowSettings, RouterSettings, WatchSettings
+
+LINKS = ("to worker", "to router", "bus", "registry", "kv")
+SAFE_WORKER, SAFE_ROUTER = "decode-0", "router"
+"""Spared by everything in a schedule that is `safe`: with them alone every request can be served."""
+LATENCY = LatencyModel(base_s=0.012, per_prompt_token_s=0.001, per_decode_s=0.001, per_context_token_s=1e-6)
+DEADLINE_S = 25.0
+HEAL_LIMIT_S = 90.0
+"""Virtual seconds after which a healed fleet must be idle, whole and proven."""
+FAIR = (Unavailable, Overloaded, DeadlineExceeded)
+"""What a client may be told in bad times; anything else is a defect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    who: tuple[str, ...]
+    lasts: float
+    """Seconds until it is undone."""
+    at: float = 0.0
+    """Seconds after the fleet is up; or, with `link`, the earliest."""
+    link: str = ""
+    """With the `count`-th message of this link, if it comes to that."""
+    count: int = 0
+    detail: str = ""
+    amount: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    at: float
+    router: str
+    request: Request
+    stop_after: int | None = None
+    """Leaves after so many tokens."""
+    vanish_after: float | None = None
+    """Its connection breaks after so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    seed: int
+    prefill: int
+    decode: int
+    routers: int
+    blocks: int
+    engine: EngineSettings
+    cost: CostSettings
+    clocks: dict[str, float]
+    clients: tuple[Client, ...]
+    faults: tuple[Fault, ...]
+    safe: bool
+    """One decode worker and one router are spared, and have room: what is asked there must finish."""
+    outgrows: bool = False
+    """A pool is smaller than some sequence will be."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return (
+            *(f"prefill-{n}" for n in range(self.prefill)),
+            *(f"decode-{n}" for n in range(self.decode)),
+        )
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        return ("router", *(f"router-{n}" for n in range(1, self.routers)))
+
+
+# -- drawing
+
+
+def draw(seed: int) -> Schedule:
+    chance = random.Random(seed)
+    prefill, decode = chance.choice([(1, 1), (1, 2), (1, 2), (2, 2), (0, 2), (2, 1)])
+    routers = chance.choice([1, 1, 1, 2])
+    safe = chance.random() < 0.6
+    memory = chance.choice(["roomy", "roomy", "roomy", "tight", "tight", "outgrows"])
+    longest = chance.choice([24, 60])
+    # Of 4 tokens each; the longest sequence of all has 60 + 24 tokens.
+    blocks = {"roomy": 160, "tight": 24, "outgrows": 12}[memory]
+    outgrows = memory == "outgrows" and longest == 60
+    busy = chance.random() < 0.1
+    max_batch = chance.choice([2, 4, 8])
+    engine = EngineSettings(
+        block_size=4,
+        max_batch=max_batch,
+        max_step_tokens=max_batch + chance.choice([4, 8, 16]),
+        max_waiting=2 if busy and not safe else 64,
+        short_prompt_share=chance.choice([0.0, 0.25]),
+        prefix_cache=chance.random() < 0.9,
+    )
+    cost = (
+        CostSettings() if chance.random() < 0.3 else CostSettings(local_prefill_tokens=0, local_advantage=1e9)
+    )
+    schedule = Schedule(
+        seed, prefill, decode, routers, blocks, engine, cost, {}, (), (), safe=safe and not outgrows,
+        outgrows=outgrows,
+    )  # fmt: skip
+    clocks = {}
+    if chance.random() < 0.4:
+        for name in (*schedule.workers, *schedule.router_names):
+            clocks[name] = chance.choice([0.0, 60.0, -60.0, chance.uniform(-1e5, 1e5)])
+    schedule = replace(schedule, clocks=clocks, clients=_clients(schedule, chance, longest, busy))
+    count = chance.choice([0, 1, 1, 2, 2, 3, 4, 5])
+    faults = tuple(fault for _ in range(count) for fault in _faults(schedule, chance))
+    return replace(schedule, faults=faults)
+
+
+def _clients(schedule: Schedule, chance: random.Random, longest: int, busy: bool) -> tuple[Client, ...]:
+    roots = [
+        tuple(chance.randrange(1000) for _ in range(chance.randrange(4, longest // 2 + 1))) for _ in range(2)
+    ]
+    clients = []
+    for number in range(chance.randrange(12, 24) if busy else chance.randrange(4, 11)):
+        head = chance.choice(roots) if chance.random() < 0.5 else ()
+        tail = tuple(
+            chance.randrange(1000) for _ in range(chance.randrange(1, max(2, longest - len(head) + 1)))
+        )
+        sampling = Sampling(
+            max_tokens=chance.choice([1, 2, chance.randrange(1, 25), chance.randrange(1, 25)]),
+            temperature=chance.choice([0.0, 1.0]),
+            seed=chance.randrange(1 << 32),
+            stop_token_ids=tuple(range(32, 40)) if chance.random() < 0.3 else (),
+        )
+        request = Request(
+            RequestId(f"r{number}"),
+            MODEL,
+            head + tail,
+            sampling,
+            salt=chance.choice(["", "", "tenant"]),
+            priority=chance.choice([0, 0, 0, 1]),
+            deadline_s=DEADLINE_S if chance.random() < 0.9 else chance.uniform(0.02, 2.0),
+        )
+        leaves, vanishes = chance.random() < 0.08, chance.random() < 0.08
+        clients.append(
+            Client(
+                at=chance.uniform(0.0, 0.1 if busy else 1.5),
+                router=chance.choice(schedule.router_names),
+                request=request,
+                stop_after=chance.randrange(1, 20) if leaves else None,
+                vanish_after=chance.uniform(0.0, 1.0) if vanishes else None,
+            )
+        )
+    return tuple(clients)
+
+
+def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
+    """One fault; or the two halves of one, such as a worker lost and brought back."""
+    workers, routers = schedule.workers, schedule.router_names
+    if schedule.safe:
+        workers = tuple(name for name in workers if name != SAFE_WORKER)
+        routers = tuple(name for name in routers if name != SAFE_ROUTER)
+    kind, weight = chance.choices(list(KINDS.items()), [kind.weight for kind in KINDS.values()])[0]
+    who: tuple[str, ...] = ()
+    match weight.target:
+        case "worker":
+            who = (chance.choice(workers),) if workers else ()
+        case "prefill":
+            sources = [name for name in schedule.workers if name.startswith("prefill")]
+            who = (chance.choice(sources),) if sources else ()
+        case "process":
+            # What lies between a process and the control plane never stops it from serving.
+            victims = (*workers, *schedule.router_names)
+            who = (chance.choice(victims),)
+        case "router":
+            who = (chance.choice(routers),) if routers else ()
+        case "session":
+            pairs = [
+                (router, worker)
+                for router in schedule.router_names
+                for worker in schedule.workers
+                if not (schedule.safe and (router, worker) == (SAFE_ROUTER, SAFE_WORKER))
+            ]
+            who = chance.choice(pairs) if pairs else ()
+        case "kv pair":
+            pairs = [
+                (reader, source)
+                for reader in schedule.workers
+                for source in schedule.workers
+                if reader.startswith("decode") and source.startswith("prefill")
+            ]
+            who = chance.choice(pairs) if pairs else ()
+    if weight.target != "fleet" and not who:
+        return
+    fault = Fault(
+        kind,
+        who,
+        lasts=chance.choice([0.01, 0.1, 0.5, 1.0, 2.0, 3.5, 6.0]),
+        at=chance.uniform(0.0, 2.0),
+        detail=chance.choice(weight.details) if weight.details else "",
+        amount=chance.random(),
+    )
+    if chance.random() < 0.6:
+        link = chance.choice(LINKS)
+        most = {"to worker": 60, "to router": 120, "bus": 60, "registry": 20, "kv": 30}[link]
+        fault = replace(fault, at=0.0, link=link, count=chance.randrange(1, most))
+    yield fault
+
+
+# -- what can happen
+
+
+class Play:
+    """One schedule as it is played."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.chance = random.Random(schedule.seed ^ 0x5EED)
+        self.trace: list[tuple[object, ...]] = []
+        self.counts: Counter[str] = Counter()
+        self.undoing: dict[object, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
+        self.struck: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.open = False
+        """Whether faults may strike."""
+        self.scaled = 0
+        self.bus_fates: dict[object, Callable[[str], tuple[float, ...]]] = {}
+        self.box = Box(
+            schedule.prefill,
+            schedule.decode,
+            blocks=schedule.blocks,
+            engine=schedule.engine,
+            router=RouterSettings(
+                cost=schedule.cost,
+                flow=FlowSettings(
+                    resume_wait_s=10.0, first_token_timeout_s=4.0, token_timeout_s=2.0, max_failovers=8
+                ),
+                watch=WatchSettings(
+                    load_s=0.8, snapshot_timeout_s=1.0, open_timeout_s=1.0, retry_max_s=1.0, tick_s=0.25
+                ),
+            ),
+            transfer=TransferSettings(lease_s=2.0, connect_s=1.0),
+            latency=LATENCY,
+            routers=schedule.routers,
+            wire=WireSettings(heartbeat_s=0.5, connect_s=1.0),
+            chassis=ChassisSettings(report_s=0.25, drain_limit_s=3.0),
+            lease_ttl_s=2.0,
+            pull_limit_s=1.5,
+            clocks=lambda name: schedule.clocks.get(name, 0.0),
+        )
+        self.box.hub.bytes_s = 2e8
+        self.triggers: dict[tuple[str, int], list[Fault]] = {}
+        for fault in schedule.faults:
+            if fault.link:
+                self.triggers.setdefault((fault.link, fault.count), []).append(fault)
+
+    # Taps: every message is traced, and may bring a fault with it.
+
+    def tap(self) -> None:
+        box = self.box
+
+        def wire(router: str, address: str, direction: Direction, size: int) -> None:
+            self.message(direction.value, router, address, size)
+
+        def bus(subject: str, size: int) -> None:
+            self.message("bus", subject, size)
+
+        def registry() -> None:
+            self.message("registry")
+
+        def kv(reader: str, source: str, what: str) -> None:
+            self.message("kv", reader, source, what)
+
+        def late(subject: str) -> tuple[float, ...]:
+            fates = list(self.bus_fates.values())
+            return fates[-1](subject) if fates else (0.0,)
+
+        box.wire.tap, box.bus.tap, box.registry.tap, box.hub.tap = wire, bus, registry, kv
+        box.bus.late = late
+
+    def message(self, link: str, *what: object) -> None:
+        self.trace.append((true_time(), link, *what))
+        if not self.open:
+            return
+        self.counts[link] += 1
+        for fault in self.triggers.get((link, self.counts[link]), ()):
+            outside(self.strike, fault)
+
+    def strike(self, fault: Fault) -> None:
+        if not self.open:
+            return
+        undo = KINDS[fault.kind].strike(self, fault)
+        self.trace.append((true_time(), "fault", fault.kind, fault.who, undo is not None))
+        if undo is None:
+            return
+        self.struck[fault.kind] += 1
+        key = object()
+
+        def heal() -> None:
+            self.undoing.pop(key)
+            self.trace.append((true_time(), "healed", fault.kind, fault.who))
+            undo()
+
+        self.undoing[key] = (asyncio.get_running_loop().call_later(fault.lasts, heal), undo)
+
+    def heal(self) -> None:
+        """Everything that still lasts ends now, and nothing more strikes."""
+        self.open = False
+        while self.undoing:
+            for key in list(self.undoing):
+                timer, undo = self.undoing.pop(key)
+                timer.cancel()
+                undo()
+        self.box.registry.up = True
+        for one in (*self.box.workers.values(), *self.box.routers.values()):
+            assert not one.process.stopped, one.process.name
+
+    def worker(self, name: str) -> BoxWorker | None:
+        """If it lives and runs."""
+        worker = self.box.workers.get(WorkerId(name))
+        return worker if worker is not None and hasattr(worker, "service") else None
+
+    def process(self, name: str) -> BoxWorker | BoxRouter | None:
+        return self.box.routers.get(name) or self.worker(name)
+
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    target: str
+    """`worker`, `prefill`, `router`, `process` (either), `session` (router, worker), `kv pair` (reader,
+    source) or `fleet`."""
+    strike: Callable[[Play, Fault], Undo | None]
+    """Does it and returns what undoes it; None: it cannot happen now."""
+    weight: float = 1.0
+    details: tuple[str, ...] = ()
+
+
+def nothing() -> None:
+    """What needs no undoing."""
+
+
+def _crash(play: Play, fault: Fault) -> Undo | None:
+    (name,) = fault.who
+    one = play.process(name)
+    if one is None:
+        return None
+    play.box.crash(name)
+
+    def restart() -> None:
+        if isinstance(one, BoxRouter):
+            play.box.start_router(name)
+        else:
+            play.box.start(one.role, name)
+
+    return restart
+
+
+def _freeze(play: Play, fault: Fault) -> Undo | None:
+    (name,) = fault.who
+    one = play.process(name)
+    if one is None or one.process.stopped:
+        return None
+    one.process.stop()
+
+    def resume() -> None:
+        if one not in play.box.dead:
+            one.process.resume()
+
+    def bury() -> None:
+        """It never comes back: whoever looks after it kills it, and starts another."""
+        if one not in play.box.dead and one.process.stopped:
+            play.box.crash(name)
+            if isinstance(one, BoxRouter):
+                play.box.start_router(name)
+            else:
+                play.box.start(one.role, name)
+
+    return bury if fault.detail == "for ever" else resume
+
+
+def _drain(play: Play, fault: Fault) -> Undo | None:
+    """A worker is asked to leave; another takes its place afterwards."""
+    worker = play.worker(fault.who[0])
+    if worker is None or worker.process.stopped or worker.chassis.card.state is not MemberState.READY:
+        return None
+    worker.process.call(worker.chassis.begin_drain, 0.0 if fault.detail == "at once" else 3.0)
+
+    def left(task: asyncio.Task[None]) -> None:
+        if play.box.workers.get(worker.id) is worker:
+            del play.box.workers[worker.id]
+            outside(play.box.start, worker.role, worker.id)
+
+    assert worker.task is not None
+    worker.task.add_done_callback(left)
+    return nothing
+
+
+def _grow(play: Play, fault: Fault) -> Undo | None:
+    """A worker more, which leaves again: scaled up, then down."""
+    role = Role(fault.detail)
+    play.scaled += 1
+    worker = play.box.start(role, f"{role}-{10 + play.scaled}")
+
+    def leave() -> None:
+        if not hasattr(worker, "service") or worker.chassis._card is None:
+            asyncio.get_running_loop().call_later(0.1, leave)
+            return
+        worker.process.call(worker.chassis.begin_drain, 3.0)
+        assert worker.task is not None
+        worker.task.add_done_callback(lambda task: play.box.workers.pop(worker.id, None))
+
+    return leave
+
+
+def _bus(play: Play, fault: Fault) -> Undo | None:
+    chance, share = random.Random(play.schedule.seed + len(play.trace)), 0.2 + 0.8 * fault.amount
+    hub = play.box.bus
+
+    def fate(subject: str) -> tuple[float, ...]:
+        if chance.random() > share:
+            return (0.0,)
+        match fault.detail:
+            case "lose":
+                return ()
+            case "late":
+                return (chance.uniform(0.0, 2.0),)
+            case _:
+                return (0.0, chance.uniform(0.0, 1.5))
+
+    if fault.detail == "away":
+        if not hub.up:
+            return None
+        hub.up = False
+        return lambda: setattr(hub, "up", True)
+    key = object()
+    play.bus_fates[key] = fate
+    return lambda: play.bus_fates.pop(key) and None
+
+
+def _bus_cut(play: Play, fault: Fault) -> Undo | None:
+    one = play.process(fault.who[0])
+    if one is None or one.bus.mute or one.bus.deaf:
+        return None
+    one.bus.mute, one.bus.deaf = fault.detail != "deaf", fault.detail != "mute"
+
+    def heal() -> None:
+        if one not in play.box.dead:
+            one.bus.cut = False
+
+    return heal
+
+
+def _registry(play: Play, fault: Fault) -> Undo | None:
+    hub = play.box.registry
+    match fault.detail:
+        case "away":
+            if not hub.up:
+                return None
+            hub.up = False
+            return lambda: setattr(hub, "up", True)
+        case "restarted empty":
+            hub.wipe()
+        case "all leases revoked":
+            hub.revoke_all()
+        case "compacted":
+            hub.compact()
+        case "watches break":
+            hub.break_watches(StoreAway("the stream broke"))
+        case "lists late":
+            hub.list_s = 0.2 + fault.amount * 4.0
+            hub.break_watches(StoreAway("the stream broke"))
+            return lambda: setattr(hub, "list_s", 0.0)
+        case "slow":
+            hub.delay_s = 0.2 + fault.amount
+            return lambda: setattr(hub, "delay_s", 0.001)
+    return nothing
+
+
+def _registry_cut(play: Play, fault: Fault) -> Undo | None:
+    one = play.process(fault.who[0])
+    if one is None or one.registry.cut or one.registry.unanswered:
+        return None
+    what = "unanswered" if fault.detail == "unanswered" else "cut"
+    setattr(one.registry, what, True)
+
+    def heal() -> None:
+        if one not in play.box.dead:
+            setattr(one.registry, what, False)
+
+    return heal
+
+
+def _session(play: Play, fault: Fault) -> Undo | None:
+    router, name = fault.who
+    worker, wire = play.worker(name), play.box.wire
+    if worker is None:
+        return None
+    address = worker.address
+    match fault.detail:
+        case "break":
+            wire.cut(router, address)
+            return nothing
+        case "slow":
+            wire.slow(router, address, 0.3 * fault.amount)
+            return lambda: wire.slow(router, address, 0.0)
+    direction = {"to worker": Direction.TO_WORKER, "to router": Direction.TO_ROUTER}.get(fault.detail)
+    wire.partition(router, address, direction)
+    return lambda: wire.heal(router, address)
+
+
+def _calls(play: Play, fault: Fault) -> Undo | None:
+    worker = play.worker(fault.who[0])
+    if worker is None:
+        return None
+    for _ in range(1 + int(3 * fault.amount)):
+        play.box.wire.spoil(worker.address, Spoilt(fault.detail))
+    return nothing
+
+
+def _kv(play: Play, fault: Fault) -> Undo | None:
+    worker = play.worker(fault.who[0])
+    if worker is None:
+        return None
+    hub, address, reads = play.box.hub, worker.transfer.address, 1 + int(3 * fault.amount)
+    match fault.detail:
+        case "slow":
+            hub.delay(address, fault.amount * 2.0)
+
+            def usual() -> None:
+                with suppress(KeyError):  # it is gone
+                    hub.delay(address, 0.0)
+
+            return usual
+        case "drop":
+            hub.drop(address, reads)
+        case "break":
+            hub.cut(address)
+        case damage:
+            hub.corrupt(address, reads, Damage(damage))
+    return nothing
+
+
+def _kv_part(play: Play, fault: Fault) -> Undo | None:
+    reader, source = (play.worker(name) for name in fault.who)
+    if reader is None or source is None:
+        return None
+    hub, pair = play.box.hub, (reader.transfer.address, source.transfer.address)
+    hub.part(*pair)
+    return lambda: hub.heal(*pair)
+
+
+KINDS: dict[str, Kind] = {
+    "crash of a worker": Kind("worker", _crash, 3.0),
+    "crash of a router": Kind("router", _crash),
+    "freeze of a worker": Kind("worker", _freeze, 3.0, ("", "", "for ever")),
+    "freeze of a router": Kind("router", _freeze, 1.0, ("", "", "for ever")),
+    "drain": Kind("worker", _drain, 2.0, ("", "at once")),
+    "scale": Kind("fleet", _grow, 1.0, ("prefill", "decode")),
+    "bus": Kind("fleet", _bus, 2.0, ("lose", "late", "twice", "away")),
+    "bus cut": Kind("process", _bus_cut, 1.0, ("mute", "deaf", "both")),
+    "registry": Kind(
+        "fleet",
+        _registry,
+        2.0,
+        (
+            "away", "restarted empty", "all leases revoked", "compacted", "watches break", "lists late",
+            "slow",
+        ),
+    ),
+    "registry cut": Kind("process", _registry_cut, 1.0, ("cut", "unanswered")),
+    "session": Kind("session", _session, 4.0, ("break", "slow", "both", "to worker", "to router")),
+    "calls": Kind("worker", _calls, 1.0, tuple(spoilt.value for spoilt in Spoilt)),
+    "kv": Kind("prefill", _kv, 4.0, ("slow", "drop", "break", *(damage.value for damage in Damage))),
+    "kv partition": Kind("kv pair", _kv_part),
+}  # fmt: skip
+
+
+# -- playing
+
+
+@dataclass(slots=True)
+class Outcome:
+    schedule: Schedule
+    problems: list[str] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    """How clients fared: `finished`, `left`, `router lost`, or the name of an error."""
+    struck: Counter[str] = field(default_factory=Counter)
+    """Faults that could happen, by kind."""
+    counters: Counter[str] = field(default_factory=Counter)
+    """Of all workers and routers that lived to the end, added up."""
+    damaged: int = 0
+    """Reads of KV whose bytes were made to differ."""
+    seconds: float = 0.0
+    """Virtual."""
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+    """Every message, fault, choice and token, with its time."""
+
+    def digest(self) -> str:
+        """Of the trace: equal for equal runs. Lease names alone are drawn, as nobody is to guess them."""
+        text = "\n".join(map(repr, self.trace))
+        return hashlib.blake2b(re.sub(r"lease \w+", "lease", text).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _defects(problems: list[str]) -> Iterator[None]:
+    """What is logged as an error is a defect; all below is switched off, for speed."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            why = f": {record.exc_info[1]!r}" if record.exc_info else ""
+            problems.append(f"logged: {record.getMessage()}{why}")
+
+    root, keep, before = logging.getLogger(), Keep(logging.ERROR), logging.root.manager.disable
+    root.addHandler(keep)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        root.removeHandler(keep)
+
+
+def play(schedule: Schedule) -> Outcome:
+    """Never raises: whatever goes wrong is among the problems."""
+    outcome = Outcome(schedule)
+    with _defects(outcome.problems):
+        try:
+            run(_play(schedule, outcome), horizon_s=600.0)
+        except Exception as error:  # noqa: BLE001 — a seed that fails must be named, whatever fails in it
+            outcome.problems.append(f"{type(error).__name__}: {error}")
+    return outcome
+
+
+async def _play(schedule: Schedule, outcome: Outcome) -> None:
+    loop = asyncio.get_running_loop()
+    game = Play(schedule)
+    box = game.box
+
+    def unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        outcome.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    loop.set_exception_handler(unhandled)
+    outcome.trace, outcome.struck = game.trace, game.struck
+    game.problems = outcome.problems
+    game.tap()
+    await box.__aenter__()
+    try:
+        at_rest = _tasks(box)
+        game.open = True
+        for fault in schedule.faults:
+            if not fault.link:
+                loop.call_later(fault.at, game.strike, fault)
+        begun = loop.time()
+        asking = [asyncio.create_task(_client(game, client)) for client in schedule.clients]
+        await asyncio.sleep(max((fault.lasts for fault in schedule.faults), default=0.0) + 2.0)
+        game.heal()
+        answers = await asyncio.wait_for(asyncio.gather(*asking), DEADLINE_S + HEAL_LIMIT_S)
+        for client, answer in zip(schedule.clients, answers, strict=True):
+            outcome.ends[_judge(game, client, answer, begun, outcome.problems)] += 1
+        await _whole_again(game)
+        for number, name in enumerate(box.routers):
+            await _serves(box, name, number)
+        await _whole_again(game)
+        box.validate()
+        _nothing_runs(box, at_rest, outcome.problems)
+        for router in box.routers.values():
+            outcome.counters.update(router.router.flow.counters)
+            outcome.counters.update(router.router.counters)
+            for record in router.router.flow.records.ended:
+                game.trace.append((record.as_dict(),))
+        for worker in box.workers.values():
+            outcome.counters.update(worker.load().counters)
+    finally:
+        outcome.damaged = box.hub.damaged
+        outcome.seconds = loop.time()
+        if game.undoing:
+            game.heal()
+        await box.close()
+
+
+async def _client(game: Play, client: Client) -> Answer:
+    answer = Answer(client.request.id)
+    await asyncio.sleep(client.at)
+    if client.router not in game.box.routers:
+        answer.lost = True  # nobody listens there
+        return answer
+    asking = asyncio.create_task(game.box.ask_over(client.router, client.request, answer, client.stop_after))
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asking, client.vanish_after)
+    late_s = true_time() - asked - client.request.deadline_s
+    if late_s > 0.1 and not any(fault.kind == "freeze of a router" for fault in game.schedule.faults):
+        game.problems.append(f"{client.request.id} ended {late_s:.1f} s after its deadline")
+    game.trace.append((true_time(), "client", client.request.id, tuple(answer.tokens), tuple(answer.times)))
+    return answer
+
+
+# -- judging
+
+
+def _judge(game: Play, client: Client, answer: Answer, begun: float, problems: list[str]) -> str:
+    """How the client fared; what is wrong with it goes to the problems."""
+    request, schedule = client.request, game.schedule
+    truth = game.box.truth(request)
+    who = f"{request.id} at {client.router}"
+    if answer.tokens != truth[: len(answer.tokens)]:
+        problems.append(f"{who}: wrong text {answer.tokens}, not {truth}")
+    if answer.lost:
+        return "router lost"
+    if not answer.ends and (client.vanish_after is not None or client.stop_after is not None):
+        return "left"
+    if answer.ends != 1:
+        problems.append(f"{who}: {answer.ends} ends")
+    if answer.error is not None:
+        name = type(answer.error).__name__
+        due = schedule.safe and client.router == SAFE_ROUTER and request.deadline_s == DEADLINE_S
+        if due or not isinstance(answer.error, FAIR):
+            problems.append(f"{who}: {name}: {answer.error}")
+        return name
+    assert answer.end is not None
+    if answer.end.finish is FinishReason.CANCELLED:
+        if client.vanish_after is None and client.stop_after is None:
+            problems.append(f"{who}: cancelled by nobody")
+        return "left"
+    good = FinishReason.STOP if truth[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
+    if answer.tokens != truth or answer.end.finish is not good:
+        problems.append(f"{who}: {answer.end.finish} after {len(answer.tokens)} tokens of {len(truth)}")
+    usage = answer.end.usage
+    if (usage.prompt_tokens, usage.completion_tokens) != (len(request.prompt), len(truth)):
+        problems.append(f"{who}: usage {usage}")
+    return "finished"
+
+
+def _tasks(box: Box) -> dict[str, Counter[str]]:
+    """Names of what runs in each process, with counts."""
+    return {
+        one.process.name: Counter(str(task.get_coro().__qualname__) for task in one.process.tasks())
+        for one in (*box.workers.values(), *box.routers.values())
+    }
+
+
+def _nothing_runs(box: Box, at_rest: dict[str, Counter[str]], problems: list[str]) -> None:
+    for name, tasks in _tasks(box).items():
+        if more := tasks - at_rest[name]:
+            problems.append(f"still running in {name}: {dict(more)}")
+
+
+async def _whole_again(game: Play) -> None:
+    """All is idle, everybody knows everybody, and every index is proven and true."""
+    box, names = game.box, set(game.schedule.workers)
+
+    def left() -> str:
+        if (there := {str(name) for name in box.workers}) != names:
+            return f"workers are {sorted(there)}"
+        for worker in box.workers.values():
+            if not hasattr(worker, "service") or not worker.service.idle():
+                return f"{worker.id} is not idle"
+        for router in box.routers.values():
+            if not router.knows_all():
+                return f"{router.name} does not know all workers"
+            if not router.proven():
+                return (
+                    f"the index of {router.name} is not the workers' table: {router.router.index.unproven()}"
+                )
+        return ""
+
+    end = true_time() + HEAL_LIMIT_S
+    while why := left():
+        if true_time() > end:
+            raise AssertionError(f"{HEAL_LIMIT_S:g} s after everything healed: {why}")
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
+
+
+async def _serves(box: Box, name: str, number: int) -> None:
+    prompt = tuple(range(number, number + 9))
+    request = Request(RequestId(f"after-{number}"), MODEL, prompt, Sampling(max_tokens=6), deadline_s=20.0)
+    answer = Answer(request.id)
+    await box.ask_over(name, request, answer)
+    assert answer.error is None, f"healed, and {name} answers {answer.error!r}"
+    assert answer.tokens == box.truth(request), f"healed, and {name} says the wrong thing"
