@@ -195,8 +195,9 @@ async def _accepted(
     """Streams on an accepted socket, the source's end; with `tls` the peer has shown its certificate."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
-    transport, protocol = await loop.connect_accepted_socket(
-        lambda: asyncio.StreamReaderProtocol(reader, loop=loop),
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(  # with TLS, uvloop gives its own protocol back
+        lambda: protocol,
         sock,
         ssl=tls,
         ssl_shutdown_timeout=None if tls is None else GOODBYE_S,
@@ -237,6 +238,8 @@ class Caller:
         self._calls: dict[int, Call] = {}
         self._number = 0
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.hung_up = False
+        """Whether it was the source that ended it."""
         self._task = asyncio.create_task(self._listen(reader))
 
     @property
@@ -288,7 +291,7 @@ class Caller:
                 if call is not None:
                     call.put(answer)
         except (OSError, EOFError):
-            pass
+            self.hung_up = True
         except (ValueError, msgspec.MsgspecError) as error:
             why = f"the source talks nonsense: {error}"
         self.shut(why)

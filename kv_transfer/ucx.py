@@ -16,6 +16,7 @@ again, and without progress nothing is written.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import socket
@@ -211,6 +212,12 @@ def _force_close(endpoint: Any) -> None:
         logger.warning("closing a UCX endpoint: %s", error)
 
 
+def _leave_open(endpoint: Any) -> None:
+    """Keep it for ever, past the interpreter's end: UCX 1.21 dies of a bad pointer when an endpoint is closed
+    or destroyed whose peer went while the two were still finding each other."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(endpoint))
+
+
 class UcxTransport:
     name = "ucx"
 
@@ -398,6 +405,8 @@ class UcxConnection:
         self._settings = settings
         self._threads = threads
         self._reads = 0
+        self._proven = False
+        """Whether a read has come whole."""
         self._caller = Caller(reader, writer, self._broken)
 
     @property
@@ -405,8 +414,13 @@ class UcxConnection:
         return self._caller.closed
 
     def _broken(self) -> None:
-        _force_close(self._endpoint)
-        self._worker.kick()
+        if self._caller.hung_up and not self._proven:
+            logger.warning("a KV source went before its first read was through; its path is left unclosed")
+            _leave_open(self._endpoint)
+            self._worker.retire()
+        else:
+            _force_close(self._endpoint)
+            self._worker.kick()
         self._rest()
 
     def _rest(self) -> None:
@@ -443,6 +457,7 @@ class UcxConnection:
                     await self._worker.fenced(batch)
                 verdict.cancel()
                 await asyncio.wait({verdict})
+            self._proven = True
             await verify_off_loop(self._region, chunk, granted.checksums, self._threads)
         finally:
             self._caller.end(call)

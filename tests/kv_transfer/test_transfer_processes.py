@@ -49,7 +49,7 @@ class Process:
             msgspec.json.encode(given).decode(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "UCX_LOG_FILE": "stderr"},
         )
         peer = cls(process)
         try:
@@ -371,5 +371,40 @@ def test_whatever_is_said_to_a_port_the_source_lives_and_serves(bench, real_tran
                 assert (await source.ask(do="state"))["leases"] == 1
                 if greeter:
                     greeter.close()
+
+    run(test())
+
+
+def test_a_source_that_goes_right_after_its_welcome_costs_its_reader_nothing(bench):
+    async def test():
+        async with bench("ucx") as world:
+            source = await world.side("p", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
+            context = source.transfer._transports[0]._context
+
+            async def welcome_and_go(reader, writer):
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                hello = msgspec.msgpack.decode(await reader.readexactly(size), type=control.Hello)
+                worker = ucx._Worker(context)
+                path = ucx._endpoint(worker, hello.ucx)
+                writer.write(control.frame(control.Welcome(BLOCKS, worker.address)))
+                worker.close()
+                del worker, path
+                await writer.drain()
+                writer.transport.abort()
+
+            server = await asyncio.start_server(welcome_and_go, "127.0.0.1", 0)
+            ticket = source.transfer.grant([1], 16)
+            port = server.sockets[0].getsockname()[1]
+            gone = dataclasses.replace(ticket, address=f"ucx:127.0.0.1:{port}")
+            async with Process.spawn("d", "ucx") as reader:
+                for _ in range(4):
+                    await reader.ask(do="pull", ticket=gone, pairs=[(0, 0)], times=1)
+                    assert (await reader.hear())["error"] == "TransferFailed"
+                good = source.transfer.grant([1], 16)
+                await reader.ask(do="pull", ticket=good, pairs=[(0, 0)], times=1)
+                assert (await reader.hear())["pulled"]
+                source.transfer.release(ticket.lease)
+            server.close()
+            await server.wait_closed()
 
     run(test())

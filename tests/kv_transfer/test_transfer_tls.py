@@ -9,6 +9,7 @@ import ssl
 import numpy as np
 import pytest
 import trustme
+import uvloop
 
 from fleet.errors import TransferFailed
 from fleet.ids import Incarnation, WorkerId
@@ -42,11 +43,14 @@ def posing(ca):
     return Tls(ca.cert_pem.bytes(), strange.cert, strange.key)
 
 
-def run(test):
-    asyncio.run(asyncio.wait_for(test, 120))
+def run(test, loop=uvloop.new_event_loop):
+    """On the loop that workers run on."""
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(test, 120))
 
 
-def test_blocks_arrive_between_two_of_the_fleet(bench, fleet):
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_blocks_arrive_between_two_of_the_fleet(bench, fleet, loop):
     async def test():
         async with bench("ucx") as world:
             source = await world.side("p", tls=fleet)
@@ -58,7 +62,7 @@ def test_blocks_arrive_between_two_of_the_fleet(bench, fleet):
             await world.idle()
             assert source.ended(ticket.lease) == ["released"]
 
-    run(test())
+    run(test(), loop)
 
 
 KINDS = ("plain reader", "plain source", "reader of another authority", "source of another authority",

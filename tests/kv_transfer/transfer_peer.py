@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import uvloop
 
 from fleet.errors import FleetError
 from fleet.handoff import KvTicket
@@ -15,7 +16,6 @@ from fleet.ids import Incarnation, WorkerId
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transfer import Transfer
-
 
 BLOCKS_TO_COME = 1024
 """Tokens that an open lease will have, for readers that would ask."""
@@ -67,4 +67,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())  # as workers do
