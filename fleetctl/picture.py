@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -130,16 +130,20 @@ async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
     )
 
 
-def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str, str, int | None]]:
-    """Id, URL and pid of each that registered, or of the supervised one while it starts."""
-    found: list[tuple[str, str, int | None]] = []
+def registered_routers(view: View, fleet: str) -> Iterator[tuple[str, str, int]]:
+    """Id, URL and pid of each."""
     for key, data in sorted(view.values.items()):
         if key.startswith(f"/fleet/{fleet}/routers/"):
             try:
                 card = msgspec.json.decode(data, type=dict[str, str | int])
-                found.append((str(card["id"]), str(card["http"]), int(card["pid"])))
+                yield str(card["id"]), str(card["http"]), int(card["pid"])
             except (msgspec.DecodeError, KeyError, ValueError):
                 continue
+
+
+def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str, str, int | None]]:
+    """Those that registered, or the supervised one while it starts."""
+    found: list[tuple[str, str, int | None]] = [*registered_routers(view, fleet)]
     if not found and state is not None:
         found.append(("router", state.router, _pid(state, Kind.ROUTER)))
     return found
@@ -147,8 +151,7 @@ def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str
 
 async def _router(found: tuple[str, str, int | None], state: FleetState | None) -> RouterRow:
     name, url, pid = found
-    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
-    status = await http_status(host.strip("[]"), int(port), "/ready", ANSWER_S) if port.isdigit() else None
+    status = await http_status(f"{url.rstrip('/')}/ready", ANSWER_S)
     said = {200: "ready", None: "silent"}.get(status, "not ready")
     restarts = next((child.restarts for child in state.children if child.pid == pid), 0) if state else 0
     return RouterRow(name, url, said, pid, restarts)

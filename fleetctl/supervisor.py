@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fleet.card_codec import decode_card
 from fleet.errors import BadRequest, FleetError, Unavailable
@@ -30,6 +31,7 @@ from fleet.registry import Registry, View
 from fleet.wire import Wire
 from fleetctl import child as exec_shim
 from fleetctl.connect import connected
+from fleetctl.picture import registered_routers
 from fleetctl.reconcile import (
     answered,
     became,
@@ -143,6 +145,8 @@ class Supervisor:
         """Workers whose card stands now."""
         self._written: FleetState | None = None
         self._reports: dict[str, LoadReport] = {}
+        self._router_scheme = "http"
+        """By the card of the router, which alone knows all its settings."""
         self._router_status: int | None = None
         self._unserved_since: float | None = None
         self._closing = Closing.NO
@@ -154,7 +158,7 @@ class Supervisor:
     def url(self) -> str:
         host = _reachable(self.plan.host)
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.plan.port}"
+        return f"{self._router_scheme}://{host}:{self.plan.port}"
 
     @property
     def etcd(self) -> str:
@@ -361,6 +365,7 @@ class Supervisor:
             self._view = view
             self._read_desired(view)
             self._read_cards(view)
+            self._read_router(view)
             self._changed.set()
 
     def _read_desired(self, view: View) -> None:
@@ -397,6 +402,12 @@ class Supervisor:
             phases = {MemberState.READY: Phase.READY, MemberState.DRAINING: Phase.DRAINING}
             if card.state in phases:
                 self._enter(child, phases[card.state], now)
+
+    def _read_router(self, view: View) -> None:
+        router = self._children.get("router")
+        for _, url, pid in registered_routers(view, self.plan.fleet):
+            if router is not None and router.pid == pid:
+                self._router_scheme = urlsplit(url).scheme
 
     def _enter(self, child: Child, phase: Phase, now: float) -> None:
         after = became(child, phase, now)
@@ -436,11 +447,11 @@ class Supervisor:
             # missing because etcd is.
             alive = report is not None or child.name in self._registered or not self._view.live
         elif child.kind is Kind.ETCD:
-            alive = await http_status(*self._etcd, "/health", 2.0) == 200
+            alive = await http_status(f"http://{self.etcd}/health", 2.0) == 200
         elif child.kind is Kind.NATS:
             alive = await nats_serves(*self._nats, 2.0)
         else:
-            self._router_status = await http_status(_reachable(self.plan.host), self.plan.port, "/ready", 2.0)
+            self._router_status = await http_status(f"{self.url}/ready", 2.0)
             alive = self._router_status is not None
         now = asyncio.get_running_loop().time()
         current = self._children.get(child.name)

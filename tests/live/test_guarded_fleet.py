@@ -1,10 +1,11 @@
-"""A real fleet with API keys and mutual TLS, by environment: who gets in, who does not, what is logged."""
+"""A real fleet with API keys, https, mutual TLS and KV over UCX: who gets in, who does not, what it logs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class Guarded:
     state: Path
     key: str
     salt_secret: str
+    trusting: ssl.SSLContext
     environment: dict[str, str]
 
     def ctl(self, *arguments: str) -> Any:
@@ -65,17 +67,21 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         "PDFLEET_CONTROL_TLS_CA": str(folder / "ca.pem"),
         "PDFLEET_CONTROL_TLS_CERT": str(folder / "cert.pem"),
         "PDFLEET_CONTROL_TLS_KEY": str(folder / "key.pem"),
+        "PDFLEET_HTTP_TLS_CERT": str(folder / "cert.pem"),
+        "PDFLEET_HTTP_TLS_KEY": str(folder / "key.pem"),
         "PDFLEET_HTTP_KEYS_FILE": str(folder / "keys.jsonl"),
         "PDFLEET_HTTP_SALT_SECRET": "salt-secret-of-the-test",
         "PDFLEET_API_KEYS": f"zeta:{IN_ENVIRONMENT}",
     }
     state = folder / "state"
     said = fleetctl(
-        environment, "up", "--detach", "--port", "0", "--model", "latency:base=2", "--state-dir", str(state)
-    )
-    fleet = Guarded(
-        said["url"], said["model"], state, made["key"], environment["PDFLEET_HTTP_SALT_SECRET"], environment
-    )
+        environment, "up", "--detach", "--port", "0", "--model", "latency:base=2", "--state-dir", str(state),
+        "--set", "transfer.transport=ucx",
+    )  # fmt: skip
+    secret = environment["PDFLEET_HTTP_SALT_SECRET"]
+    trusting = ssl.create_default_context()
+    ca.configure_trust(trusting)
+    fleet = Guarded(said["url"], said["model"], state, made["key"], secret, trusting, environment)
     try:
         yield fleet
     finally:
@@ -85,7 +91,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 def test_only_keys_get_in_and_tenants_share_nothing(guarded: Guarded) -> None:
     async def main() -> None:
         async def cached(key: str) -> int:
-            async with openai.AsyncOpenAI(base_url=guarded.url, api_key=key, max_retries=0) as api:
+            http = openai.DefaultAsyncHttpxClient(verify=guarded.trusting)
+            async with openai.AsyncOpenAI(
+                base_url=guarded.url, api_key=key, max_retries=0, http_client=http
+            ) as api:
                 answer = await api.completions.create(
                     model=guarded.model, prompt="A prompt that is long enough. " * 20, max_tokens=3
                 )
@@ -100,7 +109,7 @@ def test_only_keys_get_in_and_tenants_share_nothing(guarded: Guarded) -> None:
         assert hit > 500
         assert await cached(IN_ENVIRONMENT) == 0
         assert await cached(IN_ENVIRONMENT) == hit
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=60, verify=guarded.trusting) as client:
             root = guarded.url.removesuffix("/v1")
             assert (await client.get(f"{root}/health")).status_code == 200
             assert (await client.get(f"{root}/metrics")).status_code == 401
@@ -122,6 +131,22 @@ def test_workers_hear_only_who_has_a_certificate(guarded: Guarded) -> None:
         await plain.close()
 
     asyncio.run(main())
+
+
+def test_status_of_an_https_ingress_and_kv_over_tls(guarded: Guarded) -> None:
+    assert guarded.url.startswith("https://127.0.0.1:")
+    with httpx.Client(base_url=guarded.url, timeout=60, verify=guarded.trusting) as client:
+        asked = client.post(
+            "/completions",
+            json={"model": guarded.model, "prompt": "A prompt of some blocks. " * 20, "max_tokens": 3},
+            headers={"authorization": f"Bearer {guarded.key}"},
+        )
+        assert asked.status_code == 200
+    status = guarded.ctl("status")
+    assert status["router"]["state"] == "ready"
+    (decode,) = [row for row in status["workers"] if row["role"] == "decode"]
+    assert decode["counters"]["pulled_blocks"] > 0
+    assert decode["counters"]["pull_failures"] == 0
 
 
 def test_nothing_secret_is_written_down(guarded: Guarded) -> None:
