@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from fleet.ids import Incarnation, WorkerId
 from fleet.member import Role
@@ -57,6 +58,7 @@ _Offer = tuple[float, float, Standing, int, int, bool, float]
 """Expected seconds; of them, what this request itself adds; worker; its cached blocks; tokens to compute
 there; whether a decode worker computes the prompt; seconds of transfer. A plain tuple: hundreds are made
 for one choice."""
+_seconds = itemgetter(0)
 
 
 def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | None:
@@ -65,15 +67,7 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
     if not bases:
         return None
     local = _local(pool, ask, settings, bases)
-    remote: list[_Offer] = []
-    after = settings.handoff_s + min(map(_seconds, _with_ticket(pool, bases)))
-    size, matched = pool.block_size, ask.matched
-    for worker in _able(pool.prefill, ask):
-        cached = matched.get(worker.id, 0)
-        tokens = max(1, ask.tokens - cached * size)
-        work = tokens / worker.prefill_tokens_s
-        seconds = after + work + worker.queued_tokens / worker.prefill_tokens_s
-        remote.append((seconds, work, worker, cached, tokens, False, 0.0))
+    remote = _remote(pool, ask, settings, bases)
     if not remote:
         return _take(pool, ask, settings, local, len(local), "no prefill worker")
     best, short, advantage = (
@@ -107,7 +101,7 @@ def _decode_bases(pool: Pool, ask: Ask, settings: CostSettings) -> list[_Base]:
     horizon, crowding = settings.horizon_tokens, settings.crowding
     bases = []
     for worker in _able(pool.decode, ask):
-        cached = matched.get(worker.id, 0)
+        cached = matched.get(worker.card.id, 0)
         lacks = blocks - cached
         step = worker.decode_step_s
         crowd = worker.sequences + 1 - worker.decode_batch
@@ -121,20 +115,43 @@ def _decode_bases(pool: Pool, ask: Ask, settings: CostSettings) -> list[_Base]:
 
 def _with_ticket(pool: Pool, bases: list[_Base]) -> list[_Offer]:
     size = pool.block_bytes
-    offers: list[_Offer] = []
-    for seconds, work, worker, cached, lacks in bases:
-        transfer = lacks * size / worker.pull_bytes_s
-        offers.append((seconds + transfer, work + transfer, worker, cached, 0, False, transfer))
-    return offers
+    return [
+        (
+            seconds + (moves := lacks * size / worker.pull_bytes_s),
+            work + moves,
+            worker,
+            cached,
+            0,
+            False,
+            moves,
+        )
+        for seconds, work, worker, cached, lacks in bases
+    ]
 
 
 def _local(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) -> list[_Offer]:
-    size, disturbance = pool.block_size, settings.disturbance
+    size, disturbance, needed = pool.block_size, settings.disturbance, ask.tokens
     offers: list[_Offer] = []
     for seconds, work, worker, cached, _ in bases:
-        tokens = max(1, ask.tokens - cached * size)
+        tokens = needed - cached * size or 1  # The last token is computed even where all is cached.
         compute = tokens / worker.prefill_tokens_s * (1 + disturbance * worker.sequences)
         offers.append((seconds + compute, work + compute, worker, cached, tokens, True, 0.0))
+    return offers
+
+
+def _remote(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) -> list[_Offer]:
+    """On prefill workers; whichever it is, the best decode worker follows."""
+    size, per_block, needed, matched = pool.block_size, pool.block_bytes, ask.tokens, ask.matched
+    after = settings.handoff_s + min(
+        [seconds + lacks * per_block / worker.pull_bytes_s for seconds, _, worker, _, lacks in bases]
+    )
+    offers: list[_Offer] = []
+    for worker in _able(pool.prefill, ask):
+        cached = matched.get(worker.card.id, 0)
+        tokens = needed - cached * size or 1
+        speed = worker.prefill_tokens_s
+        work = tokens / speed
+        offers.append((after + work + worker.queued_tokens / speed, work, worker, cached, tokens, False, 0.0))
     return offers
 
 
@@ -175,10 +192,6 @@ def _take(pool: Pool, ask: Ask, settings: CostSettings, offers: list[_Offer], se
         blocks=max(0, blocks + 1 - cached),
         why=", ".join(parts),
     )
-
-
-def _seconds(offer: _Offer) -> float:
-    return offer[0]
 
 
 def _busy(offer: _Offer) -> tuple[float, float]:
