@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleet import __version__, api_keys
+from fleet import __version__
+from fleet.api_keys import ApiKey, read_list
 from fleet.bus.nats_bus import NatsBus
 from fleet.life import Life, run_process
 from fleet.model_files import resolve
@@ -21,6 +22,7 @@ from fleet.settings import ControlSettings, SettingsError, load_or_exit
 from fleet.wire.rpc import GrpcWire
 from fleet.wire.session import WireSettings
 from router.openai.asgi import Ingress
+from router.openai.keys_file import KeysFile
 from router.openai.server import HttpServer
 from router.openai.settings import HttpSettings
 from router.settings import RouterSettings
@@ -61,25 +63,26 @@ def load_text(settings: RouterProcessSettings) -> tuple[str, ModelText]:
     return settings.served_model_name or files.name, ModelText.load(files.folder, settings.text)
 
 
-def load_keys(settings: RouterProcessSettings) -> tuple[api_keys.ApiKey, ...]:
-    """From the file and the environment. SettingsError or OSError: unreadable; no key is shown."""
-    keys: tuple[api_keys.ApiKey, ...] = ()
-    if (file := settings.http.keys_file) is not None:
-        try:
-            keys += api_keys.read_file(file.read_text("utf-8"))
-        except ValueError as error:
-            raise SettingsError(f"http.keys_file {file}: {error}") from None
-    if settings.api_keys:
-        try:
-            keys += api_keys.read_list(settings.api_keys)
-        except ValueError as error:
-            raise SettingsError(f"PDFLEET_API_KEYS: {error}") from None
-    return keys
+def load_keys(settings: RouterProcessSettings) -> tuple[tuple[ApiKey, ...], KeysFile | None]:
+    """From the environment and the file, and the file to follow. SettingsError or OSError: unreadable; no
+    key is shown."""
+    try:
+        keys = read_list(settings.api_keys) if settings.api_keys else ()
+    except ValueError as error:
+        raise SettingsError(f"PDFLEET_API_KEYS: {error}") from None
+    if settings.http.keys_file is None:
+        return keys, None
+    file = KeysFile(settings.http.keys_file, keys)
+    try:
+        return file.read(), file
+    except ValueError as error:
+        raise SettingsError(f"http.keys_file {settings.http.keys_file}: {error}") from None
 
 
 async def run(life: Life, settings: RouterProcessSettings) -> None:
     """Serves until SIGTERM, then finishes what runs. A part that ends before ends all."""
-    control, keys = settings.control, load_keys(settings)
+    control = settings.control
+    keys, keys_file = load_keys(settings)
     if not keys and control.bind not in ("127.0.0.1", "::1", "localhost"):
         log.warning("there are no API keys: anybody who reaches %s may ask; set http.keys_file", control.bind)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
@@ -98,7 +101,10 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         ingress = Ingress(
             router.flow, {name: text}, settings.http, version=__version__, context=context, keys=keys
         )
-        routing = tasks.create_task(router.run())
+        beside = [tasks.create_task(router.run())]
+        if keys_file is not None:
+            looking = keys_file.follow(ingress.change_keys, settings.http.keys_reload_s)
+            beside.append(tasks.create_task(looking))
         server = await HttpServer.start(ingress, settings.http, control.bind)
         serving = tasks.create_task(server.serve())
         host = f"[{control.advertised}]" if ":" in control.advertised else control.advertised
@@ -119,7 +125,8 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         await lease.close()
         await server.stop(settings.http.drain_limit_s, life.hurrying)
         await serving
-        routing.cancel()
+        for task in beside:
+            task.cancel()
         log.info("%s has left", id)
 
 

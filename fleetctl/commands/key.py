@@ -70,7 +70,7 @@ def new_command(
         return
     click.echo(f"key, shown only now: {drawn}")
     click.echo(f"appended to {file}" if file else f"line to add to the keys file:\n{line}")
-    click.echo("routers read the file that --http.keys-file names when they start")
+    click.echo("routers read the file that --http.keys-file names when they start and when it changes")
 
 
 def _append(file: Path, line: str) -> None:

@@ -112,6 +112,10 @@ class Ingress:
         """Those that need no key. Exactly these: all else, however it is spelt, needs one."""
         return _OPEN | {"/metrics"} if self.settings.open_metrics else _OPEN
 
+    def change_keys(self, keys: Sequence[ApiKey]) -> None:
+        """These and no others from now on; requests that run already stay."""
+        self._callers.change(keys)
+
     def context(self, model: str) -> int:
         """Longest sequence in tokens."""
         text = self.models[model]

@@ -27,15 +27,27 @@ class _Bucket:
         self._level -= amount
 
 
+def _bucket(per_minute: int) -> _Bucket | None:
+    return _Bucket(per_minute) if per_minute else None
+
+
 class Quota:
     """What one key has used. Tokens are counted after the fact: one request may overdraw them, the next
     ones wait until the minute's average holds again."""
 
     def __init__(self, key: ApiKey) -> None:
         self._key = key
-        self._requests = _Bucket(key.requests_per_minute) if key.requests_per_minute else None
-        self._tokens = _Bucket(key.tokens_per_minute) if key.tokens_per_minute else None
+        self._requests = _bucket(key.requests_per_minute)
+        self._tokens = _bucket(key.tokens_per_minute)
         self.running = 0
+
+    def now_of(self, key: ApiKey) -> None:
+        """The same key with other limits: what runs still counts, and so does what a limit that stays saw."""
+        if key.requests_per_minute != self._key.requests_per_minute:
+            self._requests = _bucket(key.requests_per_minute)
+        if key.tokens_per_minute != self._key.tokens_per_minute:
+            self._tokens = _bucket(key.tokens_per_minute)
+        self._key = key
 
     def enter(self, now: float) -> None:
         """Takes a request on. `Overloaded` names the limit and says when to come back."""
@@ -83,16 +95,23 @@ ANYBODY = Caller()
 
 
 class Callers:
-    """All that may ask; without keys anybody."""
+    """All that may ask; anybody, where there were no keys at the start."""
 
     def __init__(self, keys: Sequence[ApiKey] = (), salt_secret: str = "") -> None:
-        self._callers: Mapping[ApiKey, Caller] = {
-            key: Caller(salt(key.tenant, salt_secret), key.slo_class.priority, Quota(key)) for key in keys
-        }
+        self._salt_secret = salt_secret
+        self._callers: Mapping[ApiKey, Caller] = {}
+        self.anybody = not keys
+        self.change(keys)
 
-    @property
-    def anybody(self) -> bool:
-        return not self._callers
+    def change(self, keys: Sequence[ApiKey]) -> None:
+        """These and no others from now on. Without any left nobody gets in."""
+        quotas = {key.sha256: caller.quota for key, caller in self._callers.items()}
+        callers: dict[ApiKey, Caller] = {}
+        for key in keys:
+            quota = quotas.get(key.sha256) or Quota(key)
+            quota.now_of(key)
+            callers[key] = Caller(salt(key.tenant, self._salt_secret), key.slo_class.priority, quota)
+        self._callers = callers
 
     def caller(self, authorization: bytes | None) -> Caller:
         """By the value of the Authorization header. Raises `Unauthorized`."""

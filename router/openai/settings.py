@@ -17,6 +17,9 @@ class HttpSettings:
     keys_file: Path | None = None
     """File of API keys, one JSON object a line, made by `fleetctl key new`. With keys here or in
     `PDFLEET_API_KEYS` every route but /health and /ready needs one; without, anybody may ask."""
+    keys_reload_s: float = 2.0
+    """Seconds between looks at `keys_file`: a change of it holds from then on. While it is missing or broken,
+    the keys stay as they were and an error is logged."""
     tls_cert: Path | None = None
     """PEM file of the server's certificate and its chain; given with `tls_key`, only https is spoken."""
     tls_key: Path | None = None
@@ -81,7 +84,8 @@ class HttpSettings:
     """Seconds without a frame after which a stream gets a comment, so that nothing on its way gives it up.
     Before the first token this commits to status 200; 0: never."""
     write_timeout_s: float = 60.0
-    """Seconds a stream's client may leave its frames unread before it counts as gone."""
+    """Seconds for which a client may leave what was written to it unread, or be out of reach without having
+    closed, before it counts as gone."""
     deadline_s: float = 600.0
     """Longest a request may take from its acceptance to its last token, seconds."""
     drain_limit_s: float = 60.0

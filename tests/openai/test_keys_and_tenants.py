@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet.api_keys import ApiKey, SloClass, digest, find, read_file, read_list, salt
-from fleet.errors import Overloaded
+from fleet.errors import Overloaded, Unauthorized
 from router.openai.callers import Callers, Quota
+from router.openai.keys_file import KeysFile
 
 SECRET = "sk-pdfleet-abcdefghijklmnopqrstuvwxyz"
 OTHER = "sk-pdfleet-zyxwvutsrqponmlkjihgfedcba"
@@ -306,3 +308,100 @@ def test_salts_are_of_tenant_and_secret() -> None:
     one, same = Callers([entry(), entry(OTHER)], "s"), Callers([entry(OTHER, "acme")], "s")
     held = {one.caller(f"Bearer {key}".encode()).salt for key in (SECRET, OTHER)}
     assert held == {same.caller(f"bearer {OTHER}".encode()).salt}
+
+
+def test_a_changed_file_of_keys_holds_without_a_restart(
+    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    third = "sk-pdfleet-third-of-the-tests-of-keys"
+    file = tmp_path / "keys.jsonl"
+    file.write_text(entry(concurrent_requests=1).line())
+    go = asyncio.Event()
+
+    async def main() -> None:
+        keys = KeysFile(file, read_list(f"zeta:{OTHER}"))
+        async with serve(lambda request: [go, 1], keys=keys.read()) as site:
+
+            def ask(key: str) -> Any:
+                return site.client.post("/v1/chat/completions", json=BODY, headers=bearer(key))
+
+            async def known(key: str) -> bool:
+                return (await site.client.get("/v1/models", headers=bearer(key))).status_code == 200
+
+            async def until(key: str, wanted: bool) -> None:
+                async with asyncio.timeout(20):
+                    while await known(key) != wanted:
+                        await asyncio.sleep(0.001)
+
+            async def told(what: str) -> None:
+                async with asyncio.timeout(20):
+                    while what not in caplog.text:
+                        await asyncio.sleep(0.001)
+                assert [await known(SECRET), await known(OTHER)] == [True, True]
+                assert SECRET not in caplog.text
+                caplog.clear()
+
+            following = asyncio.create_task(keys.follow(site.ingress.change_keys, 0.001))
+            running = asyncio.create_task(ask(SECRET))
+            async with asyncio.timeout(20):
+                while not site.spine.runs:
+                    await asyncio.sleep(0)
+            # Another key, and another limit for one that has a request running: that one counts.
+            file.write_text(f"{entry(concurrent_requests=2).line()}\n{entry(third, 'new').line()}")
+            await until(third, True)
+            second = asyncio.create_task(ask(SECRET))
+            async with asyncio.timeout(20):
+                while len(site.spine.runs) < 2:
+                    await asyncio.sleep(0)
+            assert (await ask(SECRET)).status_code == 429
+            # One taken back: what it runs still ends.
+            file.write_text(entry(third, "new").line())
+            await until(SECRET, False)
+            assert await known(OTHER)
+            go.set()
+            assert [(await one).status_code for one in (running, second)] == [200, 200]
+            file.write_text(entry().line())
+            await until(SECRET, True)
+            assert not await known(third)
+            # What is no file of keys changes nothing.
+            for broken, what in (
+                (SECRET.encode(), "line 1"),
+                (b"", "holds no key"),
+                (b"\xff\xfe", "decode"),
+            ):
+                file.write_bytes(broken)
+                await told(what)
+            file.unlink()
+            await told("No such file")
+            file.mkdir()
+            await told("Is a directory")
+            file.rmdir()
+            await told("No such file")
+            file.write_text(entry(third, "new").line())
+            await until(SECRET, False)
+            assert [await known(third), await known(OTHER)] == [True, True]
+            following.cancel()
+
+    asyncio.run(main())
+
+
+def test_taking_all_keys_back_lets_nobody_in() -> None:
+    callers = Callers([entry()])
+    callers.change([])
+    assert not callers.anybody
+    with pytest.raises(Unauthorized):
+        callers.caller(f"Bearer {SECRET}".encode())
+
+
+def test_other_limits_leave_what_was_counted() -> None:
+    quota = Quota(entry(requests_per_minute=60, tokens_per_minute=600))
+    quota.enter(0.0)
+    quota.used(700)
+    quota.now_of(entry(requests_per_minute=1, tokens_per_minute=600))
+    with pytest.raises(Overloaded, match="tokens_per_minute"):
+        quota.enter(0.0)
+    quota.now_of(entry(requests_per_minute=1))
+    quota.enter(0.0)
+    with pytest.raises(Overloaded, match="requests_per_minute"):
+        quota.enter(0.0)
+    assert quota.running == 2
