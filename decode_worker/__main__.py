@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from decode_worker.service import DecodeService
-from decode_worker.settings import DecodeWorkerSettings
+from decode_worker.role import ROLE
 from engine.replica import load_replica
-from fleet.life import run_process
-from fleet.member import Role
-from fleet.settings import load_or_exit
-from fleet.worker_process import Makings, run_worker
+from fleet.worker_process import Makings, start_worker
 from kv_transfer.region import Region
 from kv_transfer.transfer import Transfer
 
 if __name__ == "__main__":
-    settings = load_or_exit(DecodeWorkerSettings, prog="python -m decode_worker")
-    makings = Makings(
-        allocate=Region.allocate,
-        load=load_replica,
-        link=Transfer.start,
-        serve=partial(DecodeService, pull_limit_s=settings.pull_limit_s),
-    )
-    run_process(lambda life: run_worker(life, Role.DECODE, settings, makings))
+    makings = Makings(allocate=Region.allocate, load=load_replica, link=Transfer.start)
+    start_worker(ROLE, makings, prog="python -m decode_worker")

@@ -122,6 +122,9 @@ class DecodeService:
         report = figures(base, self._engine.load(), {**self._transfer.counters(), **self._counters})
         return replace(report, pull_bytes_s=self._pull_bytes_s)
 
-    def idle(self) -> bool:
+    def busy(self) -> bool:
         load = self._engine.load()
-        return load.running == 0 and load.waiting == 0 and not self._intake
+        return bool(load.running or load.waiting or self._intake)
+
+    def idle(self) -> bool:
+        return not self.busy()

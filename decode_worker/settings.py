@@ -23,6 +23,9 @@ class DecodeWorkerSettings:
     """Name of this worker in the fleet; empty: drawn."""
     port: int = 0
     """Of the control server; 0 takes a free one."""
+    other_role: str = ""
+    """Flags of a prefill worker's process, for when this one takes that role: `--engine.max-step-tokens=64`,
+    or `--config FILE`. Only limits and sizes of steps are taken from them: engine and addresses stay."""
     pull_limit_s: float = 5.0
     """Longest a pull of KV may take, seconds; after it the prompt is computed here. Shorter than a lease."""
     control: ControlSettings = field(default_factory=ControlSettings)

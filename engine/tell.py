@@ -46,5 +46,6 @@ def figures(base: LoadReport, load: EngineLoad, counters: Mapping[str, int]) -> 
         prefill_tokens_s=load.prefill_tokens_s,
         decode_step_s=load.decode_step_s,
         decode_batch=load.decode_batch,
+        stalled_s=load.stalled_s,
         counters={**load.counters, **counters},
     )

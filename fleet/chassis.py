@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fleet.bus import Bus
 from fleet.card_codec import encode_card
-from fleet.errors import BadRequest, FleetError, Overloaded, WorkerLost
+from fleet.errors import BadRequest, FleetError, Overloaded, Unavailable, WorkerLost
 from fleet.events import KvEvent, KvSnapshot, LoadReport, kv_subject, load_subject
 from fleet.handoff import (
     Cancel,
@@ -34,7 +34,7 @@ from fleet.handoff import (
 )
 from fleet.ids import LeaseId, RequestId
 from fleet.kv_log import KvLog
-from fleet.member import MemberState, WorkerCard, step, worker_key
+from fleet.member import MemberState, Role, WorkerCard, step, worker_key
 from fleet.registry import Lease, Registry
 from fleet.request import FinishReason, TokenLogprobs, Usage
 from fleet.stages import Stage
@@ -57,6 +57,9 @@ class ChassisSettings:
     """Seconds between load reports. Routers correct for what they sent since; shorter costs bus traffic."""
     drain_limit_s: float = 60.0
     """Longest a drain by signal waits for running work, seconds; what still runs then moves elsewhere."""
+    stalled_limit_s: float = 30.0
+    """Seconds that work may wait without a step's end: beyond, the worker says that it is stalled and routers
+    choose others; after twice as long its process ends, to be started again. Longer than any step."""
     event_s: float = 0.01
     """Seconds between messages of KV events: changes meanwhile travel together. What a router sent itself it
     expects to be there; shorter costs every router, longer delays what others sent."""
@@ -68,6 +71,8 @@ class ChassisSettings:
             raise ValueError(f"report_s must be above 0, not {self.report_s}")
         if self.event_s < 0:
             raise ValueError(f"event_s must not be negative, not {self.event_s}")
+        if self.stalled_limit_s <= 0:
+            raise ValueError(f"stalled_limit_s must be above 0, not {self.stalled_limit_s}")
         if self.drain_limit_s < 0:
             raise ValueError(f"drain_limit_s must not be negative, not {self.drain_limit_s}")
 
@@ -147,8 +152,12 @@ class RoleService(Protocol):
         """`base` with the figures of engine and transfer filled in."""
         ...
 
+    def busy(self) -> bool:
+        """A sequence, or something on its way to or from one: work that another role could not go on with."""
+        ...
+
     def idle(self) -> bool:
-        """No sequence, no lease, no pull: the process could leave without anybody noticing."""
+        """Not busy and no lease: the process could leave without anybody noticing."""
         ...
 
 
@@ -220,19 +229,31 @@ class Chassis:
         """Not numbered yet: no digest has them."""
         self._events: deque[bytes] = deque(maxlen=settings.event_backlog)
         self._changed = asyncio.Event()
-        self._draining = asyncio.Event()
+        self._turns: Mapping[Role, Callable[[], None]] = {}
+        self._asked = asyncio.Event()
+        """To leave, to take another role, or to stay after all: the card says which."""
         self._drain_until = 0.0
 
     # -- life
 
-    async def run(self, card: WorkerCard, role: RoleService, lease_ttl_s: float) -> None:
-        """Shows the card as READY, serves, and returns when a drain is done. Cancelled: leaves at once."""
+    async def run(
+        self,
+        card: WorkerCard,
+        role: RoleService,
+        lease_ttl_s: float,
+        turns: Mapping[Role, Callable[[], None]] | None = None,
+    ) -> None:
+        """Shows the card as READY, serves, and returns when a drain is done. Cancelled: leaves at once.
+
+        `turns` makes `role` the service of each role that it can take; called when it is not busy.
+        """
         self._role = role
+        self._turns = turns or {}
         self._kv = KvLog(card.id, card.incarnation, card.blocks)
         self._card = replace(card, state=step(MemberState.STARTING, MemberState.READY))
         self._lease = await self._registry.lease(lease_ttl_s)
         background = [asyncio.create_task(self._publish_events()), asyncio.create_task(self._report_load())]
-        leave = asyncio.create_task(self._leave_when_drained())
+        leave = asyncio.create_task(self._serve_until_left())
         try:
             await self._show()
             await asyncio.wait({*background, leave}, return_when=asyncio.FIRST_COMPLETED)
@@ -252,30 +273,86 @@ class Chassis:
         return self._card
 
     def begin_drain(self, limit_s: float) -> MemberState:
-        """No new work from now on; a second call may only shorten the limit."""
-        until = asyncio.get_running_loop().time() + limit_s
-        if self.card.state is MemberState.READY:
-            self._card = replace(self.card, state=step(self.card.state, MemberState.DRAINING))
-            log.info("draining: %d streams run, limit %.0f s", len(self._streams), limit_s)
-            self._drain_until = until
-        self._drain_until = min(self._drain_until, until)
-        self._draining.set()
-        self._changed.set()
+        """No new work from now on, and then it leaves; a second call may only shorten the limit."""
+        return self._drain(limit_s, None)
+
+    def begin_turn(self, role: Role, limit_s: float) -> MemberState:
+        """READY when it has that role; otherwise no new work until it has it, as soon as nothing runs.
+
+        A second call may only shorten the limit; one for the role that it still has calls the change off.
+        Raises `Unavailable` when it is leaving, `BadRequest` when it cannot take that role.
+        """
+        card = self.card
+        if card.state is MemberState.DRAINING and card.turning is None:
+            raise Unavailable(f"worker {card.id} is leaving; ask another one")
+        if role is not card.role:
+            if role not in self._turns:
+                raise BadRequest(
+                    f"worker {card.id} cannot be a {role} worker: that role is not installed there"
+                )
+            return self._drain(limit_s, role)
+        if card.state is MemberState.DRAINING:
+            log.info("stays a %s worker after all", role)
+            self._card = replace(card, state=step(card.state, MemberState.READY), turning=None)
+            self._asked.set()
         return self.card.state
 
-    async def _leave_when_drained(self) -> None:
-        loop = asyncio.get_running_loop()
-        await self._draining.wait()
-        await self._show()
+    def _drain(self, limit_s: float, turning: Role | None) -> MemberState:
+        card, until = self.card, asyncio.get_running_loop().time() + limit_s
+        anew = card.state is MemberState.DRAINING and card.turning is not turning
+        if card.state is MemberState.READY or anew:
+            self._card = replace(card, state=MemberState.DRAINING, turning=turning)
+            then = f"then a {turning} worker" if turning else "then gone"
+            log.info("draining, %s: %d streams run, limit %.0f s", then, len(self._streams), limit_s)
+            self._drain_until = until
+        self._drain_until = min(self._drain_until, until)
+        self._asked.set()
+        return self.card.state
+
+    async def _serve_until_left(self) -> None:
+        clock = asyncio.get_running_loop().time
         assert self._role is not None
-        while not self._role.idle() or self._streams:
-            if loop.time() >= self._drain_until:
-                for stream in list(self._streams.values()):
-                    # The router goes on with the request elsewhere, as if this worker had died.
-                    stream.failed(WorkerLost("the worker left before the request was done"))
-                    self._role.cancel(stream, CancelReason.MOVED)
-                break
-            await asyncio.sleep(min(0.05, self.settings.report_s))
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self._show()
+            while self.card.state is MemberState.DRAINING and not self._asked.is_set():
+                late = clock() >= self._drain_until
+                if late:
+                    self._hand_over()
+                if self.card.turning is None:
+                    if late or (self._role.idle() and not self._streams):
+                        return
+                elif not self._role.busy() and not self._streams:
+                    # What it lent it goes on lending: engine and blocks stay.
+                    self._turn(self.card.turning)
+                    continue
+                await asyncio.sleep(min(0.05, self.settings.report_s))
+
+    def _hand_over(self) -> None:
+        """Routers go on elsewhere with what still runs, as if this worker had died."""
+        assert self._role is not None
+        for stream in list(self._streams.values()):
+            stream.failed(WorkerLost(f"worker {self.card.id} drained before the request was done"))
+            self._role.cancel(stream, CancelReason.MOVED)
+
+    def _turn(self, role: Role) -> None:
+        self._turns[role]()
+        log.info("a %s worker from now on", role)
+        self._card = replace(
+            self.card, role=role, state=step(self.card.state, MemberState.READY), turning=None
+        )
+        self._asked.set()
+
+    async def stalled(self) -> str:
+        """Returns when no step has ended for so long that none will: what is the matter."""
+        limit_s = 2 * self.settings.stalled_limit_s
+        while (report := self.status()).stalled_s < limit_s:
+            await asyncio.sleep(limit_s / 60)
+        return (
+            f"stalled: {report.running} sequences run, {report.waiting} wait, "
+            f"and no step has ended for {report.stalled_s:.0f} s"
+        )
 
     async def _show(self) -> None:
         assert self._lease is not None
@@ -349,6 +426,12 @@ class Chassis:
                 raise Overloaded(
                     f"worker {self.card.id} is {self.card.state}; take another", retry_after_s=0.1
                 )
+            wanted = Role.PREFILL if isinstance(job, PrefillJob) else Role.DECODE
+            if self.card.role is not wanted:
+                # The router's picture of a worker that took another role is a moment old.
+                raise Overloaded(
+                    f"worker {self.card.id} is a {self.card.role} worker now; take another", retry_after_s=0.1
+                )
             self._role.accept(stream)
         except FleetError as error:
             stream.failed(error)
@@ -382,10 +465,16 @@ class Chassis:
             kv=self._kv.digest(),
             streams=tuple(requests),
         )
-        return self._role.report(base)
+        report = self._role.report(base)
+        if report.state == MemberState.READY and report.stalled_s >= self.settings.stalled_limit_s:
+            return replace(report, state=MemberState.STALLED)
+        return report
 
     async def drain(self, limit_s: float) -> MemberState:
         return self.begin_drain(limit_s)
+
+    async def take_role(self, role: Role, limit_s: float) -> MemberState:
+        return self.begin_turn(role, limit_s)
 
     # -- beside the path
 

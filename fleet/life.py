@@ -59,6 +59,12 @@ class Life:
             logging.shutdown()
             os._exit(128 + number)
 
+    def abort(self, why: str) -> NoReturn:
+        """Ends the process here and now, as a failure: an orderly end would wait for threads that hang."""
+        log.critical("ended: %s", why)
+        logging.shutdown()
+        os._exit(1)
+
     async def live(self, main: Callable[[Life], Awaitable[None]]) -> None:
         await main(self)
         for task in self._roots:
@@ -135,28 +141,3 @@ def _flat(error: Exception) -> list[Exception]:
     if isinstance(error, ExceptionGroup):
         return [cause for one in error.exceptions for cause in _flat(one)]
     return [error]
-
-
-class Progress:
-    """Health from progress: work that waits while nothing gets done for `limit_s` seconds is a defect,
-    whatever else looks alive. Feed it what is so, any number of times a second."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._done = 0
-        self._since: float | None = None
-        """When work was first seen waiting with nothing done since."""
-
-    def observe(self, waiting: int, done: int, now: float) -> None:
-        """`waiting` units are not done yet, `done` is a total of whatever moves while all is well."""
-        if not waiting:
-            self._since = None
-        elif self._since is None or done != self._done:
-            self._since = now
-        self._done = done
-
-    def stuck(self, now: float) -> str | None:
-        """None while healthy; else why not."""
-        if self._since is None or now - self._since < self._limit_s:
-            return None
-        return f"work waits and nothing was done for {now - self._since:.1f} s"

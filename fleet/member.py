@@ -20,6 +20,8 @@ class MemberState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     """No new work; what runs finishes, leased KV waits to be pulled."""
+    STALLED = "stalled"
+    """In reports only, never on a card: work waits and no step ends, so new work would wait too."""
     LEFT = "left"
 
 
@@ -27,6 +29,7 @@ _NEXT: dict[MemberState, frozenset[MemberState]] = {
     MemberState.STARTING: frozenset({MemberState.READY, MemberState.LEFT}),
     MemberState.READY: frozenset({MemberState.DRAINING, MemberState.LEFT}),
     MemberState.DRAINING: frozenset({MemberState.READY, MemberState.LEFT}),
+    MemberState.STALLED: frozenset(),
     MemberState.LEFT: frozenset(),
 }
 """DRAINING → READY is a role change: the same process serves again in another role."""
@@ -41,7 +44,10 @@ def step(state: MemberState, to: MemberState) -> MemberState:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """What a worker registers in etcd under its lease, at `/fleet/<name>/workers/<id>`."""
+    """What a worker registers in etcd under its lease, at `/fleet/<name>/workers/<id>`.
+
+    One incarnation may change its role; its blocks and their events stay its own.
+    """
 
     id: WorkerId
     incarnation: Incarnation
@@ -61,6 +67,8 @@ class WorkerCard:
     version: str
     pid: int
     host: str
+    turning: Role | None = None
+    """The role it will have after its drain; None where a drain ends in leaving."""
 
 
 def workers_prefix(fleet: str) -> str:

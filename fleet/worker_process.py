@@ -6,20 +6,23 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 from fleet import __version__
 from fleet.bus.nats_bus import NatsBus
-from fleet.chassis import Chassis, ChassisSettings, RoleService
-from fleet.ids import LeaseId, WorkerId, new_incarnation, new_worker_id
+from fleet.chassis import Chassis, ChassisSettings
+from fleet.ids import WorkerId, new_incarnation, new_worker_id
 from fleet.kv_layout import Fingerprint
-from fleet.life import Life
+from fleet.life import Life, run_process
 from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.etcd_registry import EtcdRegistry
-from fleet.settings import ControlSettings
+from fleet.roles import Roles, WorkerRole, other_roles
+from fleet.settings import ControlSettings, SettingsError, load_or_exit
 from fleet.wire.rpc import serve
 from fleet.wire.session import WireSettings
 
@@ -37,6 +40,8 @@ class WorkerSettings(Protocol):
     def worker_id(self) -> str: ...
     @property
     def port(self) -> int: ...
+    @property
+    def other_role(self) -> str: ...
     @property
     def control(self) -> ControlSettings: ...
     @property
@@ -61,20 +66,16 @@ class LoadedEngine(Protocol):
         """Ends only with the process."""
         ...
 
+    def retune(self, settings: Any) -> None:
+        """Sizes the steps by a role's `settings.engine`."""
+        ...
+
     async def close(self) -> None: ...
-
-
-class ProcessService(RoleService, Protocol):
-    """A role's service, with what its engine and transfer layer call."""
-
-    def stepped(self, report: Any) -> None: ...
-
-    def lease_ended(self, lease: LeaseId, why: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Makings:
-    """What floor 2 offers and a role makes a worker of. Words of other rooms pass through here unread."""
+    """What floor 2 offers to make a worker of. Words of other rooms pass through here unread."""
 
     allocate: Callable[[int, int], Any]
     """(blocks, block_bytes) → the transfer layer's region; its `array` is the engine's pool."""
@@ -82,12 +83,26 @@ class Makings:
     """(model, settings.engine, allocate → array, sink) → the engine, and the model's own name."""
     link: Callable[..., Awaitable[Any]]
     """`Transfer.start`."""
-    serve: Callable[[Chassis, Any, Any], ProcessService]
-    """(chassis, engine, transfer) → the role's service."""
 
 
-async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: Makings) -> None:
-    """From nothing to a served role, until it is drained. SIGTERM drains; a second one hurries."""
+def start_worker(role: WorkerRole, makings: Makings, prog: str) -> NoReturn:
+    """The whole of a worker's `__main__`."""
+    settings = load_or_exit(role.settings, prog=prog)
+    try:
+        others = other_roles(role.role, settings.other_role)
+    except SettingsError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    run_process(lambda life: run_worker(life, [(role, settings), *others], makings))
+
+
+async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings: Makings) -> None:
+    """From nothing to a served role, until it is drained. SIGTERM drains; a second one hurries.
+
+    `cast`: the roles it can take with their settings. The first is the one it takes, and the settings of
+    the process are those.
+    """
+    role, settings = _first(cast)
     control = settings.control
     worker = WorkerId(settings.worker_id) if settings.worker_id else new_worker_id(role)
     incarnation = new_incarnation()
@@ -100,15 +115,13 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
         log.info("%s worker %s starts, incarnation %s", role, worker, incarnation)
 
         regions: list[Any] = []
-        service: ProcessService
+        roles = Roles(role)
 
         def allocate(blocks: int, block_bytes: int) -> Any:
             regions.append(makings.allocate(blocks, block_bytes))
             return regions[0].array
 
-        engine, name = await makings.load(
-            settings.model, settings.engine, allocate, lambda report: service.stepped(report)
-        )
+        engine, name = await makings.load(settings.model, settings.engine, allocate, roles.stepped)
         stack.push_async_callback(engine.close)
         transfer = await makings.link(
             worker=worker,
@@ -116,11 +129,13 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
             fingerprint=engine.fingerprint.digest(),
             region=regions[0],
             settings=settings.transfer.listening(control.bind, control.advertise),
-            on_end=lambda lease, why: service.lease_ended(lease, why),
+            on_end=roles.lease_ended,
             tls=control.tls(),
         )
         stack.push_async_callback(transfer.close)
-        service = makings.serve(chassis, engine, transfer)
+        for one, its in cast:
+            service = one.serve(chassis, engine, transfer, its)
+            roles.add(one.role, service, partial(engine.retune, its.engine))
         server = await serve(
             chassis,
             control.bind,
@@ -149,15 +164,25 @@ async def run_worker(life: Life, role: Role, settings: WorkerSettings, makings: 
         async with asyncio.TaskGroup() as tasks:
             steps = tasks.create_task(_forever(engine.run, "the engine"))
             signals = tasks.create_task(_drain_on_signal(life, chassis, settings.chassis.drain_limit_s))
-            await chassis.run(card, service, control.lease_ttl_s)
+            stalls = tasks.create_task(_end_when_stalled(life, chassis))
+            await chassis.run(card, roles, control.lease_ttl_s, roles.turns)
             log.info("%s has left: drained", worker)
-            steps.cancel()
-            signals.cancel()
+            for task in (steps, signals, stalls):
+                task.cancel()
 
 
 async def _forever(run: Callable[[], Awaitable[None]], name: str) -> None:
     await run()
     raise RuntimeError(f"{name} has ended by itself")
+
+
+def _first(cast: Sequence[tuple[WorkerRole, Any]]) -> tuple[Role, WorkerSettings]:
+    return cast[0][0].role, cast[0][1]
+
+
+async def _end_when_stalled(life: Life, chassis: Chassis) -> None:
+    """Its routers go on elsewhere, and whoever supervises the process starts it again."""
+    life.abort(await chassis.stalled())
 
 
 async def _drain_on_signal(life: Life, chassis: Chassis, limit_s: float) -> None:

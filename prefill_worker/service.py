@@ -101,7 +101,12 @@ class PrefillService:
     def report(self, base: LoadReport) -> LoadReport:
         return figures(base, self._engine.load(), {**self._transfer.counters(), "leases": len(self._lent)})
 
-    def idle(self) -> bool:
+    def _counters(self) -> dict[str, int]:
+        return {**self._transfer.counters(), "leases": len(self._lent), "lent_early": self._early}
+
+    def busy(self) -> bool:
         load = self._engine.load()
-        busy = load.running or load.waiting or self._intake or self._lent or self._staging
-        return not busy
+        return bool(load.running or load.waiting or self._intake or self._staging)
+
+    def idle(self) -> bool:
+        return not (self.busy() or self._lent)

@@ -23,6 +23,9 @@ class PrefillWorkerSettings:
     """Name of this worker in the fleet; empty: drawn."""
     port: int = 0
     """Of the control server; 0 takes a free one."""
+    other_role: str = ""
+    """Flags of a decode worker's process, for when this one takes that role: `--engine.max-step-tokens=64`,
+    or `--config FILE`. Only limits and sizes of steps are taken from them: engine and addresses stay."""
     control: ControlSettings = field(default_factory=ControlSettings)
     chassis: ChassisSettings = field(default_factory=ChassisSettings)
     wire: WireSettings = field(default_factory=WireSettings)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fleet.events import KvSnapshot, LoadReport
 from fleet.handoff import Frame, ToWorker
-from fleet.member import MemberState
+from fleet.member import MemberState, Role
 
 
 class WorkerEnd(Protocol):
@@ -40,6 +40,12 @@ class WorkerService(Protocol):
         """Returns at once with DRAINING; the chassis ends the process when the drain is done."""
         ...
 
+    async def take_role(self, role: Role, limit_s: float) -> MemberState:
+        """Returns at once: READY when the worker has the role, DRAINING when it will have it after what runs
+        has ended, or after `limit_s` seconds. Raises `Unavailable` when it is leaving, `BadRequest` when it
+        can never have that role."""
+        ...
+
 
 class Session(Protocol):
     """A router's side of one open session."""
@@ -66,6 +72,8 @@ class Wire(Protocol):
     async def status(self, address: str, timeout_s: float) -> LoadReport: ...
 
     async def drain(self, address: str, limit_s: float, timeout_s: float) -> MemberState: ...
+
+    async def take_role(self, address: str, role: Role, limit_s: float, timeout_s: float) -> MemberState: ...
 
     async def close(self) -> None: ...
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fleet.errors import BadRequest, Internal
 from fleet.events import KvSnapshot, LoadReport
-from fleet.member import MemberState
+from fleet.member import MemberState, Role
 from fleet.wire import WorkerService, codec
 from fleet.wire.codec import Malformed
 
@@ -35,10 +35,19 @@ async def _drain(service: WorkerService, data: bytes) -> bytes:
     return codec.encode_drain_reply(await service.drain(limit_s))
 
 
+async def _take_role(service: WorkerService, data: bytes) -> bytes:
+    try:
+        role, limit_s = codec.decode_take_role_request(data)
+    except Malformed as error:
+        raise BadRequest(str(error)) from None
+    return codec.encode_take_role_reply(await service.take_role(role, limit_s))
+
+
 CALLS: dict[str, Callable[[WorkerService, bytes], Awaitable[bytes]]] = {
     "Snapshot": _snapshot,
     "Status": _status,
     "Drain": _drain,
+    "TakeRole": _take_role,
 }
 
 
@@ -61,6 +70,11 @@ class Caller(ABC):
     async def drain(self, address: str, limit_s: float, timeout_s: float) -> MemberState:
         data = await self.call(address, "Drain", codec.encode_drain_request(limit_s), timeout_s)
         return _understood(address, codec.decode_drain_reply, data)
+
+    async def take_role(self, address: str, role: Role, limit_s: float, timeout_s: float) -> MemberState:
+        asked = codec.encode_take_role_request(role, limit_s)
+        data = await self.call(address, "TakeRole", asked, timeout_s)
+        return _understood(address, codec.decode_take_role_reply, data)
 
 
 def _understood(address: str, decode: Callable[[bytes], T], data: bytes) -> T:

@@ -46,7 +46,8 @@ from fleet.handoff import (
     Token,
     ToWorker,
 )
-from fleet.member import MemberState
+from fleet.ids import Incarnation, WorkerId
+from fleet.member import MemberState, Role
 from fleet.request import Constraint, Request, Sampling, TokenLogprobs, Usage
 from fleet.wire.v1 import worker_pb2 as pb
 
@@ -447,15 +448,26 @@ def decode_load_report(data: bytes) -> LoadReport:
     return _decode(_LOAD_REPORT, data)
 
 
+def _limit_s(message: Any) -> float:
+    limit_s = float(message.limit_s)
+    if not 0 <= limit_s < math.inf:
+        raise Malformed(f"{message.DESCRIPTOR.name}.limit_s: {limit_s} is no number of seconds")
+    return limit_s
+
+
+def _state(message: Any) -> MemberState:
+    try:
+        return MemberState(message.state)
+    except ValueError as error:
+        raise Malformed(f"{message.DESCRIPTOR.name}.state: {error}") from None
+
+
 def encode_drain_request(limit_s: float) -> bytes:
     return _bytes(pb.DrainRequest(limit_s=limit_s))
 
 
 def decode_drain_request(data: bytes) -> float:
-    limit_s = float(_parse(pb.DrainRequest, data).limit_s)
-    if not 0 <= limit_s < math.inf:
-        raise Malformed(f"DrainRequest.limit_s: {limit_s} is no number of seconds")
-    return limit_s
+    return _limit_s(_parse(pb.DrainRequest, data))
 
 
 def encode_drain_reply(state: MemberState) -> bytes:
@@ -463,8 +475,25 @@ def encode_drain_reply(state: MemberState) -> bytes:
 
 
 def decode_drain_reply(data: bytes) -> MemberState:
-    state = _parse(pb.DrainReply, data).state
+    return _state(_parse(pb.DrainReply, data))
+
+
+def encode_take_role_request(role: Role, limit_s: float) -> bytes:
+    return _bytes(pb.TakeRoleRequest(role=role, limit_s=limit_s))
+
+
+def decode_take_role_request(data: bytes) -> tuple[Role, float]:
+    message = _parse(pb.TakeRoleRequest, data)
     try:
-        return MemberState(state)
+        role = Role(message.role)
     except ValueError as error:
-        raise Malformed(f"DrainReply.state: {error}") from None
+        raise Malformed(f"TakeRoleRequest.role: {error}") from None
+    return role, _limit_s(message)
+
+
+def encode_take_role_reply(state: MemberState) -> bytes:
+    return _bytes(pb.TakeRoleReply(state=state))
+
+
+def decode_take_role_reply(data: bytes) -> MemberState:
+    return _state(_parse(pb.TakeRoleReply, data))

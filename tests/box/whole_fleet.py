@@ -14,7 +14,8 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from fleet.kv_layout import KvLayout
 from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.memory import MemoryHub as RegistryHub
 from fleet.request import Request, Sampling, TokenLogprobs
+from fleet.roles import Roles
 from fleet.stages import Timeline
 from fleet.virtual_time import Process, true_time
 from fleet.wire.memory import MemoryHub as WireHub
@@ -89,14 +91,15 @@ class BoxWorker:
         self.engine: Engine
         self.transfer: Transfer
         self.chassis: Chassis
-        self.service: PrefillService | DecodeService
+        self.service: Roles
 
     async def run(self) -> None:
         box, settings = self.box, self.box.engine
         layout, make = box.replica(settings)
         region = Region.allocate(box.blocks, layout.block_bytes)
         runner = make(region.array)
-        self.engine = Engine(runner, settings, lambda report: self.service.stepped(report), box.constrain)
+        roles = Roles(self.role)
+        self.engine = Engine(runner, settings, roles.stepped, box.constrain)
         self.chassis = Chassis("box", box.chassis, self.registry, self.bus)
         async with AsyncExitStack() as stack:
             self.transfer = await Transfer.start(
@@ -105,17 +108,18 @@ class BoxWorker:
                 fingerprint=runner.fingerprint.digest(),
                 region=region,
                 settings=box.transfer,
-                on_end=self._lease_ended,
+                on_end=roles.lease_ended,
                 loopback=box.links,
             )
             stack.push_async_callback(runner.close)
             stack.push_async_callback(self.transfer.close)
-            if self.role is Role.PREFILL:
-                self.service = PrefillService(self.chassis, self.engine, self.transfer)
-            else:
-                self.service = DecodeService(
-                    self.chassis, self.engine, self.transfer, pull_limit_s=box.pull_limit_s
-                )
+            decode = DecodeService(self.chassis, self.engine, self.transfer, pull_limit_s=box.pull_limit_s)
+            small = max(settings.max_batch + 1, settings.max_step_tokens // 4)
+            smaller = replace(settings, max_step_tokens=small)
+            prefill = PrefillService(self.chassis, self.engine, self.transfer)
+            roles.add(Role.PREFILL, prefill, partial(self.engine.retune, settings))
+            roles.add(Role.DECODE, decode, partial(self.engine.retune, smaller))
+            self.service = roles
             server = box.wire.serve(self.chassis, self.address)
             stack.push_async_callback(server.close, 0.0)
             card = WorkerCard(
@@ -135,14 +139,10 @@ class BoxWorker:
             )
             engine = asyncio.create_task(self.engine.run())
             try:
-                await self.chassis.run(card, self.service, lease_ttl_s=box.lease_ttl_s)
+                await self.chassis.run(card, roles, box.lease_ttl_s, roles.turns)
             finally:
                 engine.cancel()
                 await asyncio.gather(engine, return_exceptions=True)
-
-    def _lease_ended(self, lease: str, why: str) -> None:
-        if isinstance(self.service, PrefillService):
-            self.service.lease_ended(lease, why)  # type: ignore[arg-type]
 
     def load(self) -> LoadReport:
         return self.process.call(self.chassis.status)

@@ -28,7 +28,7 @@ from fleet.handoff import (
     ToWorker,
 )
 from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
-from fleet.member import MemberState
+from fleet.member import MemberState, Role
 from fleet.request import Constraint, ConstraintKind, FinishReason, Request, Sampling, TokenLogprobs, Usage
 from fleet.wire import codec
 from fleet.wire.codec import NUMBER_LIMIT, SEQUENCE_LIMIT, TEXT_LIMIT, Malformed
@@ -140,6 +140,7 @@ LOAD = st.builds(
     pull_bytes_s=st.none() | FINITE,
     streams=st.lists(TEXT, max_size=4).map(tuple),
     counters=st.dictionaries(TEXT, TOTAL, max_size=4),
+    stalled_s=FINITE,
 )
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -182,11 +183,19 @@ def test_the_part_asked_for_comes_back_unchanged(part: int) -> None:
     assert codec.decode_snapshot_request(codec.encode_snapshot_request(part)) == part
 
 
+@FEW
+@given(st.sampled_from(Role), st.floats(0, 1e6), st.sampled_from(MemberState))
+def test_a_change_of_role_comes_back_unchanged(role: Role, limit_s: float, state: MemberState) -> None:
+    asked = codec.encode_take_role_request(role, limit_s)
+    assert codec.decode_take_role_request(asked) == (role, limit_s)
+    assert codec.decode_take_role_reply(codec.encode_take_role_reply(state)) == state
+
+
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
     drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
     drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 5, Scored: 3, KvEvents: 4, KvSnapshot: 8}
-    drawn |= {KvDigest: 3, LoadReport: 15, Constraint: 2}
+    drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn
 
 

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from fleet.life import Progress
-
 HEAD = """
 import asyncio, sys
 from fleet.life import Life, run_process
@@ -163,39 +161,3 @@ def test_log_settings_come_from_the_environment() -> None:
         code, log = ended(started)
     assert code == 2
     assert "PDFLEET_LOG_LEVEL is 'loud'; one of debug, info, warning, error is needed" in log
-
-
-def test_health_is_progress() -> None:
-    progress = Progress(limit_s=5)
-    progress.observe(waiting=0, done=0, now=0)
-    assert progress.stuck(100) is None  # idle for long is well
-    progress.observe(waiting=3, done=0, now=100)
-    assert progress.stuck(104.9) is None
-    progress.observe(waiting=4, done=0, now=104.9)
-    assert progress.stuck(105.5) == "work waits and nothing was done for 5.5 s"
-    progress.observe(waiting=4, done=1, now=106)  # moves again
-    assert progress.stuck(110.9) is None
-    assert progress.stuck(111) is not None
-    progress.observe(waiting=0, done=1, now=112)
-    assert progress.stuck(200) is None
-
-
-def test_a_signal_tells_the_tasks_by_kind() -> None:
-    body = """
-async def waits():
-    await asyncio.Event().wait()
-tasks = [asyncio.create_task(waits()) for _ in range(3)]
-await asyncio.sleep(0)
-say("ready")
-await life.stopping.wait()
-for task in tasks:
-    task.cancel()
-"""
-    with process(body, PDFLEET_LOG_LEVEL="info") as started:
-        assert said(started) == "ready"
-        started.send_signal(signal.SIGUSR2)
-        assert started.stderr is not None
-        line = started.stderr.readline()
-        assert "tasks: 4: 1 _live, 3 main.<locals>.waits" in line
-        started.send_signal(signal.SIGTERM)
-        assert ended(started)[0] == 0

@@ -35,6 +35,7 @@ class StandInSettings:
     served_model_name: str
     folder: Path
     role: str
+    other_role: str = ""
     behave: str = ""
     """crash: ends before it is ready; hang: never ready; deaf: SIGTERM changes nothing."""
     control: ControlSettings = field(default_factory=ControlSettings)
@@ -50,14 +51,21 @@ class StandIn:
 
     def cancel(self, stream: Stream, reason: CancelReason) -> None: ...
 
+    def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None: ...
+
     def release(self, lease: LeaseId) -> None: ...
+
+    def renew(self, lease: LeaseId) -> None: ...
 
     def report(self, base: LoadReport) -> LoadReport:
         running = int(self._load.read_text()) if self._load.exists() else 0
         return replace(base, running=running, blocks_total=100, blocks_free=100 - running)
 
+    def busy(self) -> bool:
+        return self._busy.exists()
+
     def idle(self) -> bool:
-        return not self._busy.exists()
+        return not self.busy()
 
 
 async def serve_until_drained(settings: StandInSettings) -> None:
@@ -82,7 +90,8 @@ async def serve_until_drained(settings: StandInSettings) -> None:
     if settings.behave != "deaf":
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: chassis.begin_drain(60.0))
     print("serves", flush=True)
-    await chassis.run(card, StandIn(settings), settings.control.lease_ttl_s)
+    turns = {role: lambda: None for role in Role}
+    await chassis.run(card, StandIn(settings), settings.control.lease_ttl_s, turns)
     await server.close(1.0)
     await registry.close()
     print("left", flush=True)

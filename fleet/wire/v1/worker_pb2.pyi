@@ -786,6 +786,7 @@ class LoadReport(_message.Message):
     PULL_BYTES_S_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    STALLED_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
@@ -798,6 +799,7 @@ class LoadReport(_message.Message):
     decode_step_s: _builtins.float
     decode_batch: _builtins.float
     pull_bytes_s: _builtins.float
+    stalled_s: _builtins.float
     @_builtins.property
     def kv(self) -> Global___KvDigest: ...
     @_builtins.property
@@ -822,10 +824,11 @@ class LoadReport(_message.Message):
         pull_bytes_s: _builtins.float | None = ...,
         streams: _abc.Iterable[_builtins.str] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        stalled_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_batch", b"_decode_batch", "_decode_step_s", b"_decode_step_s", "_prefill_tokens_s", b"_prefill_tokens_s", "_pull_bytes_s", b"_pull_bytes_s", "decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "kv", b"kv", "prefill_tokens_s", b"prefill_tokens_s", "pull_bytes_s", b"pull_bytes_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_batch", b"_decode_batch", "_decode_step_s", b"_decode_step_s", "_prefill_tokens_s", b"_prefill_tokens_s", "_pull_bytes_s", b"_pull_bytes_s", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "counters", b"counters", "decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "incarnation", b"incarnation", "kv", b"kv", "prefill_tokens_s", b"prefill_tokens_s", "pull_bytes_s", b"pull_bytes_s", "queued_tokens", b"queued_tokens", "running", b"running", "state", b"state", "streams", b"streams", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_batch", b"_decode_batch", "_decode_step_s", b"_decode_step_s", "_prefill_tokens_s", b"_prefill_tokens_s", "_pull_bytes_s", b"_pull_bytes_s", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "counters", b"counters", "decode_batch", b"decode_batch", "decode_step_s", b"decode_step_s", "incarnation", b"incarnation", "kv", b"kv", "prefill_tokens_s", b"prefill_tokens_s", "pull_bytes_s", b"pull_bytes_s", "queued_tokens", b"queued_tokens", "running", b"running", "stalled_s", b"stalled_s", "state", b"state", "streams", b"streams", "waiting", b"waiting", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_batch: _TypeAlias = _typing.Literal["decode_batch"]  # noqa: Y015
     _WhichOneofArgType__decode_batch: _TypeAlias = _typing.Literal["_decode_batch", b"_decode_batch"]  # noqa: Y015
@@ -918,3 +921,45 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class TakeRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    limit_s: _builtins.float
+    """after which what still runs in the old role is ended with an error"""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_s", b"limit_s", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeRoleRequest: _TypeAlias = TakeRoleRequest  # noqa: Y015
+
+@_typing.final
+class TakeRoleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeRoleReply: _TypeAlias = TakeRoleReply  # noqa: Y015
