@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from dataclasses import replace
 
 from engine.intake import Intake
 from engine.loop import Engine
 from engine.tell import figures, tell
-from engine.words import NewSequence, StepReport
+from engine.words import Matcher, NewSequence, Reservation, StepReport
 from fleet.block_hash import HashKeys
 from fleet.chassis import Chassis, Stream
-from fleet.errors import BadRequest, LeaseExpired, TransferFailed
+from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
 from fleet.events import LoadReport
 from fleet.handoff import CancelReason, DecodeJob, KvTicket
 from fleet.ids import LeaseId
@@ -21,8 +23,16 @@ from kv_transfer.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
-COUNTERS = ("pulls_recomputed", "pulled_tokens", "pull_hit_tokens", "local_prefills")
-"""Pulls that became local computing; prompt tokens brought, and found here; jobs without a ticket."""
+COUNTERS = (
+    "pulls_recomputed",
+    "pulled_tokens",
+    "pull_hit_tokens",
+    "local_prefills",
+    "early_reservations",
+    "pulled_early_blocks",
+)
+"""Pulls that became local computing; prompt tokens brought, and found here; jobs without a ticket; jobs whose
+prompt was still being computed, and blocks brought of it before its first token was known."""
 
 
 class DecodeService:
@@ -34,12 +44,9 @@ class DecodeService:
         self._intake = Intake(engine)
         self._transfer = transfer
         self._pull_limit_s = pull_limit_s
-        self._counters = {
-            "pulls_recomputed": 0,
-            "pulled_tokens": 0,
-            "pull_hit_tokens": 0,
-            "local_prefills": 0,
-        }
+        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._first: dict[str, asyncio.Future[tuple[int, ...]]] = {}
+        """By stream: the first tokens of a prompt that is still being computed."""
         self._pull_bytes_s: float | None = None
         self._model = engine.fingerprint.digest()
 
@@ -65,9 +72,12 @@ class DecodeService:
             raise BadRequest(
                 f"the ticket covers {job.ticket.tokens} tokens, the prompt has {len(request.prompt)}"
             )
-        if not job.generated:
-            raise BadRequest("a ticket comes with the first token that was drawn from its KV")
-        self._intake.start(stream, self._bring(stream, new, job.ticket))
+        if job.generated:
+            self._intake.start(stream, self._bring(stream, new, job.ticket))
+            return
+        self._counters["early_reservations"] += 1
+        first = self._first[stream.id] = asyncio.get_running_loop().create_future()
+        self._intake.start(stream, self._follow(stream, new, job.ticket, first))
 
     async def _bring(self, stream: Stream, new: NewSequence, ticket: KvTicket) -> None:
         """From ticket to runnable sequence. The lease is renewed from now on, also while this one queues."""
@@ -76,39 +86,122 @@ class DecodeService:
             if ready is None:
                 return
             reservation = await self._engine.reserve(ready)
-            size = self._engine.layout.block_size
-            proven = reservation.cached * size
+            proven = reservation.cached * self._engine.layout.block_size
             try:
-                pairs = lacking(reservation.blocks, reservation.cached, ticket.tokens, size)
-                self._counters["pull_hit_tokens"] += min(proven, ticket.tokens)
-                if pairs:
-                    stream.started(Stage.PULL_STARTED)
-                    pulled = await self._transfer.pull(ticket, pairs, self._pull_limit_s)
-                    if self._engine.staged:
-                        await self._engine.from_host([own for _, own in pairs])
-                    stream.started(Stage.PULL_ENDED)
-                    self._measure(pulled.bytes, pulled.seconds)
-                    self._counters["pulled_tokens"] += max(0, ticket.tokens - proven)
-                proven = max(proven, ticket.tokens)
-            except (LeaseExpired, TransferFailed, BadRequest) as error:
-                self._counters["pulls_recomputed"] += 1
-                log.warning(
-                    "request %s: KV did not come, computing it here: %s", stream.job.request.id, error
-                )
+                proven = await self._pull(stream, reservation, ticket, None)
             finally:
                 # Also after a cancel: the pull has ended for sure, so the blocks may be used again.
                 self._engine.filled(new.id, proven)
+
+    async def _follow(
+        self,
+        stream: Stream,
+        new: NewSequence,
+        ticket: KvTicket,
+        first: asyncio.Future[tuple[int, ...]],
+    ) -> None:
+        """Like `_bring`, of a prompt that is still being computed: its first tokens come last."""
+        reservation: Reservation | None = None
+        proven = 0
+        generated: tuple[int, ...] = ()
+        matcher: Matcher | None = None
+        compiling = self._compile(stream)
+        try:
+            async with self._transfer.keep(ticket):
+                reservation = await self._engine.reserve(new)
+                proven = await self._pull(stream, reservation, ticket, first)
+            generated = await first
+            ready = await self._intake.constrained(stream, replace(new, generated=generated))
+            if ready is None:
+                self._engine.cancel(new.id)
+            else:
+                matcher = ready.matcher
+        except BaseException as error:
+            if isinstance(error, FleetError):
+                stream.failed(error)  # Before the engine says that it was cancelled.
+            self._engine.cancel(new.id)
+            raise
+        finally:
+            self._first.pop(stream.id, None)
+            if compiling is not None:
+                compiling.cancel()
+            if reservation is not None:
+                self._engine.filled(new.id, proven, generated, matcher)
+
+    async def _pull(
+        self,
+        stream: Stream,
+        reservation: Reservation,
+        ticket: KvTicket,
+        first: asyncio.Future[tuple[int, ...]] | None,
+    ) -> int:
+        """Brings the blocks that are lacking; with `first`, which is done when the prompt is, part by part as
+        they become final. Returns of how many tokens the KV is here and proven."""
+        size = self._engine.layout.block_size
+        cached, have, needed = reservation.cached, reservation.cached, -(-ticket.tokens // size)
+        self._counters["pull_hit_tokens"] += min(cached * size, ticket.tokens)
+        moved, seconds = 0, 0.0
+        try:
+            while have < needed:
+                ready = needed if first is None else await self._transfer.ready(ticket, have)
+                if ready <= have:
+                    raise TransferFailed(f"{ticket.worker} lends {ready} of {needed} blocks, and no more")
+                pairs = lacking(reservation.blocks, have, min(ready * size, ticket.tokens), size)
+                if have == cached:
+                    stream.started(Stage.PULL_STARTED)
+                pulled = await self._transfer.pull(ticket, pairs, self._pull_limit_s)
+                if self._engine.staged:
+                    await self._engine.from_host([own for _, own in pairs])
+                have += len(pairs)
+                moved, seconds = moved + pulled.bytes, seconds + pulled.seconds
+                if first is not None and not first.done():
+                    self._counters["pulled_early_blocks"] += len(pairs)
+        except (LeaseExpired, TransferFailed, BadRequest) as error:
+            self._counters["pulls_recomputed"] += 1
+            log.warning("request %s: KV did not come, computing it here: %s", stream.job.request.id, error)
+        else:
+            if moved:
+                stream.started(Stage.PULL_ENDED)
+                self._measure(moved, seconds)
+        proven = have * size if have < needed else max(ticket.tokens, cached * size)
+        self._counters["pulled_tokens"] += max(0, proven - cached * size)
+        return proven
+
+    def _compile(self, stream: Stream) -> asyncio.Task[None] | None:
+        """The request's constraint, while its prompt is being computed: it is there when it is wanted."""
+        constraint = stream.job.request.constraint
+        if constraint is None:
+            return None
+
+        async def compile() -> None:
+            with contextlib.suppress(FleetError):  # Told when it is wanted.
+                await self._engine.matcher(constraint, ())
+
+        return asyncio.get_running_loop().create_task(compile())
 
     def _measure(self, count: int, seconds: float) -> None:
         if seconds > 0:
             rate = count / seconds
             self._pull_bytes_s = rate if self._pull_bytes_s is None else 0.8 * self._pull_bytes_s + 0.2 * rate
 
+    def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
+        first = self._first.get(stream.id)
+        if first is None or first.done():
+            return
+        if generated:
+            first.set_result(generated)
+        else:
+            first.set_exception(BadRequest("Proceed comes with the first token that was drawn"))
+
     def cancel(self, stream: Stream, reason: CancelReason) -> None:
+        self._first.pop(stream.id, None)
         self._intake.cancel(stream)
 
     def release(self, lease: LeaseId) -> None:
         self._transfer.release(lease)
+
+    def renew(self, lease: LeaseId) -> None:
+        """This role lends nothing."""
 
     def lease_ended(self, lease: LeaseId, why: str) -> None:
         """This role lends nothing."""

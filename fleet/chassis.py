@@ -24,9 +24,12 @@ from fleet.handoff import (
     Ended,
     Frame,
     KvTicket,
+    Lent,
     Prefilled,
     PrefillJob,
+    Proceed,
     Release,
+    Renew,
     Scored,
     Started,
     Token,
@@ -103,6 +106,10 @@ class Stream:
         self._outlet.tokens.append(Token(self.number, token, logprobs))
         self._outlet.wake()
 
+    def lent(self, ticket: KvTicket) -> None:
+        self._outlet.lent.append(Lent(self.number, ticket))
+        self._outlet.wake()
+
     def prefilled(
         self,
         token: int,
@@ -119,13 +126,18 @@ class Stream:
 
     def finished(self, finish: FinishReason, usage: Usage | None, error: str = "", message: str = "") -> None:
         """The last word; a second one is not said."""
-        if not self._end():
-            return
-        self._outlet.ended.append(Ended(self.number, finish, usage, error, message))
-        self._outlet.wake()
+        self._last(Ended(self.number, finish, usage, error, message))
 
     def failed(self, error: FleetError) -> None:
-        self.finished(FinishReason.FAILED, None, type(error).__name__, error.message)
+        after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        name = type(error).__name__
+        self._last(Ended(self.number, FinishReason.FAILED, None, name, error.message, after_s))
+
+    def _last(self, word: Ended) -> None:
+        if not self._end():
+            return
+        self._outlet.ended.append(word)
+        self._outlet.wake()
 
     def _end(self) -> bool:
         if self.ended:
@@ -146,7 +158,15 @@ class RoleService(Protocol):
         """Everything of it is let go within a step; the chassis says the stream's last word."""
         ...
 
+    def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
+        """The first tokens of a job that was taken on without them."""
+        ...
+
     def release(self, lease: LeaseId) -> None: ...
+
+    def renew(self, lease: LeaseId) -> None:
+        """Of a lease that is over: nothing."""
+        ...
 
     def report(self, base: LoadReport) -> LoadReport:
         """`base` with the figures of engine and transfer filled in."""
@@ -171,6 +191,7 @@ class _Outlet:
         self.streams: dict[int, Stream] = {}
         self.started: list[Started] = []
         self.scored: list[Scored] = []
+        self.lent: list[Lent] = []
         self.prefilled: list[Prefilled] = []
         self.tokens: list[Token] = []
         self.ended: list[Ended] = []
@@ -198,8 +219,9 @@ class _Outlet:
             tuple(self.tokens),
             tuple(self.ended),
             tuple(self.scored),
+            tuple(self.lent),
         )
-        for pending in (self.started, self.scored, self.prefilled, self.tokens, self.ended):
+        for pending in (self.started, self.scored, self.lent, self.prefilled, self.tokens, self.ended):
             pending.clear()
         if self.open:
             self.end.send(frame)
@@ -406,11 +428,16 @@ class Chassis:
         match message:
             case PrefillJob() | DecodeJob():
                 self._accept(outlet, message)
+            case Proceed(number, generated):
+                if (stream := outlet.streams.get(number)) is not None:
+                    self._role.proceed(stream, generated)
             case Cancel(number, reason):
                 if (stream := outlet.streams.get(number)) is not None:
                     self._cancel(stream, reason)
             case Release(lease):
                 self._role.release(lease)
+            case Renew(lease):
+                self._role.renew(lease)
 
     def _accept(self, outlet: _Outlet, job: PrefillJob | DecodeJob) -> None:
         assert self._role is not None

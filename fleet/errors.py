@@ -129,7 +129,10 @@ ERRORS: dict[str, ErrorRow] = {
 """Every error that crosses a wire, by name."""
 
 
-def error_named(name: str, message: str) -> FleetError:
+def error_named(name: str, message: str, retry_after_s: float = 0.0) -> FleetError:
     """The error a peer named; an unknown name is `Internal`, so that a newer peer harms nobody."""
     row = ERRORS.get(name)
-    return (row.error if row else Internal)(message)
+    error = (row.error if row else Internal)(message)
+    if isinstance(error, Overloaded) and retry_after_s > 0:
+        error.retry_after_s = retry_after_s
+    return error

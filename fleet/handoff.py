@@ -1,6 +1,8 @@
 """The messages of one hand-off, in the order in which they flow between router and workers.
 
-`PrefillJob → Prefilled → DecodeJob → Token… → Ended`, with `Cancel` and `Release` at any time.
+`PrefillJob → Prefilled → DecodeJob → Token… → Ended`, with `Cancel`, `Release` and `Renew` at any time.
+Of a long prompt the KV goes over while it is computed:
+`PrefillJob → Lent → DecodeJob → Prefilled → Proceed → Token… → Ended`.
 A stream number names a request on one session; the router chooses it and never uses it twice.
 Durations cross the wire, never instants.
 """
@@ -37,16 +39,30 @@ class PrefillJob:
 
     stream: int
     request: Request
+    lend: bool = False
+    """Whether to say `Lent` as soon as a part of the KV is final and more of the prompt is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """Continue a request whose first tokens are `generated`. Without a ticket, compute all KV here."""
+    """Continue a request whose first tokens are `generated`. Without a ticket, compute all KV here.
+
+    With a ticket and no tokens the prompt is still being computed: reserve room, bring its KV as it becomes
+    final, and go on when `Proceed` says the first tokens.
+    """
 
     stream: int
     request: Request
     generated: tuple[int, ...] = ()
     ticket: KvTicket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """The first tokens of a stream whose `DecodeJob` came without any: the prompt is computed."""
+
+    stream: int
+    generated: tuple[int, ...]
 
 
 class CancelReason(StrEnum):
@@ -74,7 +90,14 @@ class Release:
     lease: LeaseId
 
 
-ToWorker = PrefillJob | DecodeJob | Cancel | Release
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """The leased KV is still wanted: the router waits for a decode worker that can take it."""
+
+    lease: LeaseId
+
+
+ToWorker = PrefillJob | DecodeJob | Proceed | Cancel | Release | Renew
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +117,18 @@ class Scored:
     start: int
     """Position in the prompt of the first of them; the token at 0 has none."""
     logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A part of the prompt's KV is final and can be pulled, and more will be; once a stream at most.
+
+    The ticket is that of the `Prefilled` to come, unless nobody reads the KV any more by then. Until
+    then its lease lasts as long as the stream.
+    """
+
+    stream: int
+    ticket: KvTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +164,15 @@ class Ended:
     error: str = ""
     """Name in `fleet.errors.ERRORS` when finish is FAILED."""
     message: str = ""
+    retry_after_s: float = 0.0
+    """Seconds after which to come back, where the error is `Overloaded`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """All that one engine step has to say to one router; sent as one message.
 
-    Order within: started, scored, prefilled, tokens, ended.
+    Order within: started, scored, lent, prefilled, tokens, ended.
     """
 
     started: tuple[Started, ...] = ()
@@ -143,3 +180,4 @@ class Frame:
     tokens: tuple[Token, ...] = ()
     ended: tuple[Ended, ...] = ()
     scored: tuple[Scored, ...] = ()
+    lent: tuple[Lent, ...] = ()

@@ -256,6 +256,12 @@ class Transfer:
         self._arm()
         self._changed(lease)
 
+    def renew(self, lease: LeaseId) -> None:
+        """A reader is still being looked for. One that is over stays so."""
+        with contextlib.suppress(LeaseExpired):
+            self._table.renew(lease, self._loop.time(), self.settings.lease_s)
+            self._arm()
+
     def _ended(self, ended: Ended | None) -> None:
         if ended is None:
             return

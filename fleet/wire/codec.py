@@ -38,9 +38,12 @@ from fleet.handoff import (
     Ended,
     Frame,
     KvTicket,
+    Lent,
     Prefilled,
     PrefillJob,
+    Proceed,
     Release,
+    Renew,
     Scored,
     Started,
     Token,
@@ -302,6 +305,8 @@ _TO_WORKER = _Union(
     decode=_shape(DecodeJob, pb.DecodeJob),
     cancel=_shape(Cancel, pb.Cancel),
     release=_shape(Release, pb.Release),
+    proceed=_shape(Proceed, pb.Proceed),
+    renew=_shape(Renew, pb.Renew),
 )
 
 
@@ -325,6 +330,7 @@ def decode_to_worker(data: bytes) -> ToWorker:
 
 _STARTED = _shape(Started, pb.Started)
 _SCORED = _shape(Scored, pb.Scored)
+_LENT = _shape(Lent, pb.Lent)
 _PREFILLED = _shape(Prefilled, pb.Prefilled)
 _ENDED = _shape(Ended, pb.Ended)
 _stream_of, _token_of, _logprobs_of = attrgetter("stream"), attrgetter("token"), attrgetter("logprobs")
@@ -352,6 +358,8 @@ def encode_frame(frame: Frame) -> bytes:
         message.ended.extend(map(_ENDED.pack, map(_sayable, frame.ended)))
     if frame.scored:
         message.scored.extend(map(_SCORED.pack, frame.scored))
+    if frame.lent:
+        message.lent.extend(map(_LENT.pack, frame.lent))
     return _bytes(message)
 
 
@@ -372,6 +380,7 @@ def decode_frame(data: bytes) -> Frame:
             tokens=_tokens(message),
             ended=tuple(map(_ENDED.unpack, message.ended)),
             scored=tuple(map(_SCORED.unpack, message.scored)),
+            lent=tuple(map(_LENT.unpack, message.lent)),
         )
     except ValueError as error:
         raise Malformed(str(error)) from None

@@ -341,7 +341,8 @@ class _WorkerEnd:
 
 def _items(frame: Frame) -> int:
     scored = sum(len(said.logprobs) for said in frame.scored)
-    return len(frame.started) + scored + len(frame.prefilled) + len(frame.tokens) + len(frame.ended)
+    others = (frame.started, frame.lent, frame.prefilled, frame.tokens, frame.ended)
+    return scored + sum(map(len, others))
 
 
 def _pack_frames(outbox: deque[Frame]) -> tuple[bytes, int]:
@@ -357,7 +358,7 @@ def _pack_frames(outbox: deque[Frame]) -> tuple[bytes, int]:
 
 
 def merge(frames: list[Frame]) -> Frame:
-    """One frame for several. The order within each stream stands: started, scored, prefilled, tokens,
+    """One frame for several. The order within each stream stands: started, scored, lent, prefilled, tokens,
     ended."""
     return Frame(
         started=tuple(chain.from_iterable(frame.started for frame in frames)),
@@ -365,4 +366,5 @@ def merge(frames: list[Frame]) -> Frame:
         tokens=tuple(chain.from_iterable(frame.tokens for frame in frames)),
         ended=tuple(chain.from_iterable(frame.ended for frame in frames)),
         scored=tuple(chain.from_iterable(frame.scored for frame in frames)),
+        lent=tuple(chain.from_iterable(frame.lent for frame in frames)),
     )

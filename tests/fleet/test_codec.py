@@ -19,9 +19,12 @@ from fleet.handoff import (
     Ended,
     Frame,
     KvTicket,
+    Lent,
     Prefilled,
     PrefillJob,
+    Proceed,
     Release,
+    Renew,
     Scored,
     Started,
     Token,
@@ -100,10 +103,12 @@ TICKET = st.builds(
 LOGPROBS = st.builds(TokenLogprobs, logprob=LOGPROB, top=pairs(LOGPROB))
 FINISH = st.sampled_from(FinishReason)
 TO_WORKER = st.one_of(
-    st.builds(PrefillJob, COUNT, REQUEST),
+    st.builds(PrefillJob, COUNT, REQUEST, st.booleans()),
     st.builds(DecodeJob, COUNT, REQUEST, COUNTS, st.none() | TICKET),
     st.from_type(Cancel).map(lambda cancel: replace(cancel, stream=abs(cancel.stream) % NUMBER_LIMIT)),
     st.builds(Release, TEXT),
+    st.builds(Proceed, COUNT, COUNTS),
+    st.builds(Renew, TEXT),
 )
 USAGE = st.builds(Usage, COUNT, COUNT, COUNT)
 FRAME = st.builds(
@@ -115,8 +120,9 @@ FRAME = st.builds(
         )
     ),
     tuples(st.builds(Token, COUNT, COUNT, st.none() | LOGPROBS)) | tuples(st.builds(Token, COUNT, COUNT)),
-    tuples(st.builds(Ended, COUNT, FINISH, st.none() | USAGE, TEXT, TEXT)),
+    tuples(st.builds(Ended, COUNT, FINISH, st.none() | USAGE, TEXT, TEXT, FINITE)),
     tuples(st.builds(Scored, COUNT, COUNT, tuples(LOGPROBS))),
+    tuples(st.builds(Lent, COUNT, TICKET)),
 )
 EVENT = st.one_of(st.from_type(BlocksStored), st.from_type(BlocksDropped), st.just(Cleared())).map(
     lambda event: event if isinstance(event, Cleared) else replace(event, hashes=(0, 5, 2**64 - 1))
@@ -193,8 +199,9 @@ def test_a_change_of_role_comes_back_unchanged(role: Role, limit_s: float, state
 
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
-    drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 2, DecodeJob: 4, Started: 2, Prefilled: 6}
-    drawn |= {Token: 3, Ended: 5, Usage: 3, TokenLogprobs: 2, Frame: 5, Scored: 3, KvEvents: 4, KvSnapshot: 8}
+    drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 3, DecodeJob: 4, Started: 2, Prefilled: 6}
+    drawn |= {Token: 3, Ended: 6, Usage: 3, TokenLogprobs: 2, Frame: 6, Scored: 3, KvEvents: 4, KvSnapshot: 8}
+    drawn |= {Lent: 2, Proceed: 2, Renew: 1}
     drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn
 
@@ -212,7 +219,9 @@ def test_unknown_is_not_zero() -> None:
 def test_an_empty_frame_is_no_bytes_and_no_message_to_a_worker() -> None:
     """Empty bytes are the heartbeat of a session."""
     assert codec.encode_frame(Frame()) == b""
-    with pytest.raises(Malformed, match="ToWorker is none of prefill, decode, cancel, release"):
+    with pytest.raises(
+        Malformed, match="ToWorker is none of prefill, .*, proceed, renew"
+    ):
         codec.decode_to_worker(b"")
 
 

@@ -203,7 +203,9 @@ class PrefillJob(_message.Message):
 
     STREAM_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    LEND_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
+    lend: _builtins.bool
     @_builtins.property
     def request(self) -> Global___Request: ...
     def __init__(
@@ -211,10 +213,11 @@ class PrefillJob(_message.Message):
         *,
         stream: _builtins.int = ...,
         request: Global___Request | None = ...,
+        lend: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lend", b"lend", "request", b"request", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,6 +255,29 @@ class DecodeJob(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ticket) -> _WhichOneofReturnType__ticket | None: ...
 
 Global___DecodeJob: _TypeAlias = DecodeJob  # noqa: Y015
+
+@_typing.final
+class Proceed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    @_builtins.property
+    def generated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        generated: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated", b"generated", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proceed: _TypeAlias = Proceed  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -295,6 +321,25 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
+class Renew(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    lease: _builtins.str
+    def __init__(
+        self,
+        *,
+        lease: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Renew: _TypeAlias = Renew  # noqa: Y015
+
+@_typing.final
 class ToWorker(_message.Message):
     """Empty bytes are a heartbeat, in both directions of a session: of ToWorker as of Frame."""
 
@@ -304,6 +349,8 @@ class ToWorker(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    PROCEED_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefill(self) -> Global___PrefillJob: ...
     @_builtins.property
@@ -312,6 +359,10 @@ class ToWorker(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def proceed(self) -> Global___Proceed: ...
+    @_builtins.property
+    def renew(self) -> Global___Renew: ...
     def __init__(
         self,
         *,
@@ -319,12 +370,14 @@ class ToWorker(_message.Message):
         decode: Global___DecodeJob | None = ...,
         cancel: Global___Cancel | None = ...,
         release: Global___Release | None = ...,
+        proceed: Global___Proceed | None = ...,
+        renew: Global___Renew | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "message", b"message", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "message", b"message", "prefill", b"prefill", "proceed", b"proceed", "release", b"release", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "message", b"message", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "message", b"message", "prefill", b"prefill", "proceed", b"proceed", "release", b"release", "renew", b"renew"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["prefill", "decode", "cancel", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["prefill", "decode", "cancel", "release", "proceed", "renew"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -433,6 +486,29 @@ class Scored(_message.Message):
 Global___Scored: _TypeAlias = Scored  # noqa: Y015
 
 @_typing.final
+class Lent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    @_builtins.property
+    def ticket(self) -> Global___KvTicket: ...
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        ticket: Global___KvTicket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lent: _TypeAlias = Lent  # noqa: Y015
+
+@_typing.final
 class Prefilled(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -488,10 +564,12 @@ class Ended(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     finish: _builtins.str
     error: _builtins.str
     message: _builtins.str
+    retry_after_s: _builtins.float
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     def __init__(
@@ -502,10 +580,11 @@ class Ended(_message.Message):
         usage: Global___Usage | None = ...,
         error: _builtins.str = ...,
         message: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "error", b"error", "finish", b"finish", "message", b"message", "stream", b"stream", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "error", b"error", "finish", b"finish", "message", b"message", "retry_after_s", b"retry_after_s", "stream", b"stream", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
@@ -527,6 +606,7 @@ class Frame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___Started]: ...
     @_builtins.property
@@ -545,6 +625,8 @@ class Frame(_message.Message):
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ended]: ...
     @_builtins.property
     def scored(self) -> _containers.RepeatedCompositeFieldContainer[Global___Scored]: ...
+    @_builtins.property
+    def lent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lent]: ...
     def __init__(
         self,
         *,
@@ -556,10 +638,11 @@ class Frame(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         ended: _abc.Iterable[Global___Ended] | None = ...,
         scored: _abc.Iterable[Global___Scored] | None = ...,
+        lent: _abc.Iterable[Global___Lent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "has_logprobs", b"has_logprobs", "logprobs", b"logprobs", "prefilled", b"prefilled", "scored", b"scored", "started", b"started", "streams", b"streams", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "has_logprobs", b"has_logprobs", "lent", b"lent", "logprobs", b"logprobs", "prefilled", b"prefilled", "scored", b"scored", "started", b"started", "streams", b"streams", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
