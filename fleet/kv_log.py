@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import islice, repeat
 from operator import xor
@@ -32,38 +33,44 @@ class KvTable:
         for itself, so that taking some out tells which of them were there."""
         self._xors = [0] * len(self.held)
 
-    def apply(self, event: KvEvent) -> None:
-        match event:
-            case BlocksStored(hashes, tier):
-                self.store(hashes, tier)
-            case BlocksDropped(hashes, tier):
-                self.drop(hashes, tier)
-            case Cleared():
-                self.clear()
+    def apply(self, event: KvEvent) -> int:
+        """Returns by how many blocks the table has grown."""
+        if isinstance(event, BlocksStored):
+            return self.store(event.hashes, event.tier)
+        if isinstance(event, BlocksDropped):
+            return -self.drop(event.hashes, event.tier)
+        return -self.clear()
 
-    def store(self, names: Collection[int], tier: Tier = Tier.DEVICE) -> None:
+    def store(self, names: Sequence[int], tier: Tier = Tier.DEVICE) -> int:
+        """Returns how many are new."""
         place = _PLACE[tier]
         held = self.held[place]
-        new = dict(zip(names, names, strict=True))
-        if not held.keys().isdisjoint(new):
-            new = {name: name for name in new if name not in held}
-        held.update(new)
-        self._xors[place] ^= reduce(xor, new, 0)
+        before = len(held)
+        deque(map(held.setdefault, names, names), maxlen=0)
+        # A dict keeps its order, so that those at its end are the new ones.
+        new = len(held) - before
+        self._xors[place] ^= reduce(xor, islice(reversed(held), new), 0)
+        return new
 
-    def drop(self, names: Iterable[int], tier: Tier = Tier.DEVICE) -> None:
+    def drop(self, names: Iterable[int], tier: Tier = Tier.DEVICE) -> int:
+        """Returns how many were there."""
         place = _PLACE[tier]
-        self._xors[place] ^= reduce(xor, map(self.held[place].pop, names, repeat(0)), 0)
+        held = self.held[place]
+        before = len(held)
+        self._xors[place] ^= reduce(xor, map(held.pop, names, repeat(0)), 0)
+        return before - len(held)
 
-    def clear(self) -> None:
-        """With new, empty dicts: emptying a large one takes milliseconds, which its owner may choose."""
+    def clear(self) -> int:
+        """Returns how many were there. To free a large dict takes milliseconds: whoever has taken `held`
+        before chooses when."""
+        before = self.blocks
         self.held = tuple({} for _ in Tier)
         self._xors = [0] * len(self.held)
+        return before
 
     def drop_oldest(self, tier: Tier, count: int) -> int:
-        """Drops at most `count` blocks; returns how many."""
-        before = len(self.held[_PLACE[tier]])
-        self.drop(list(islice(self.held[_PLACE[tier]], count)), tier)
-        return before - len(self.held[_PLACE[tier]])
+        """At most `count`; returns how many there were."""
+        return self.drop(list(islice(self.held[_PLACE[tier]], count)), tier)
 
     def at(self, tier: Tier) -> dict[int, int]:
         """Not to be changed."""

@@ -70,11 +70,8 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
     remote = _remote(pool, ask, settings, bases)
     if not remote:
         return _take(pool, ask, settings, local, len(local), "no prefill worker")
-    best, short, advantage = (
-        min(map(_seconds, remote)),
-        settings.local_prefill_tokens,
-        settings.local_advantage,
-    )
+    best = min(map(_seconds, remote))
+    short, advantage = settings.local_prefill_tokens, settings.local_advantage
     near = [offer for offer in local if offer[0] * (1.0 if offer[4] <= short else advantage) < best]
     return _take(pool, ask, settings, near or remote, len(remote) + len(local), "")
 
@@ -115,18 +112,11 @@ def _decode_bases(pool: Pool, ask: Ask, settings: CostSettings) -> list[_Base]:
 
 def _with_ticket(pool: Pool, bases: list[_Base]) -> list[_Offer]:
     size = pool.block_bytes
-    return [
-        (
-            seconds + (moves := lacks * size / worker.pull_bytes_s),
-            work + moves,
-            worker,
-            cached,
-            0,
-            False,
-            moves,
-        )
-        for seconds, work, worker, cached, lacks in bases
-    ]
+    offers: list[_Offer] = []
+    for seconds, work, worker, cached, lacks in bases:
+        transfer = lacks * size / worker.pull_bytes_s
+        offers.append((seconds + transfer, work + transfer, worker, cached, 0, False, transfer))
+    return offers
 
 
 def _local(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) -> list[_Offer]:

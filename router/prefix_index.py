@@ -150,10 +150,8 @@ class PrefixIndex:
             return Outcome.OLD
         worker.next_part += 1
         worker.known = part.sequence
-        before = worker.table.blocks
-        for names, tier in zip((part.hashes, part.host, part.disk), Tier, strict=True):
-            worker.table.store(names, tier)
-        self._grown(worker, before)
+        store = worker.table.store
+        self._grow(store(part.hashes) + store(part.host, Tier.HOST) + store(part.disk, Tier.DISK))
         if worker.next_part < part.parts:
             return Outcome.WAITING
         worker.loaded = True
@@ -288,23 +286,19 @@ class PrefixIndex:
     def _apply(self, worker: _Worker, message: KvEvents) -> int:
         """Returns how many blocks it named, and one."""
         worker.sequence = message.sequence
-        table, named = worker.table, 1
-        before = table.blocks
+        named, grown = 1, 0
         for event in message.events:
             if isinstance(event, Cleared):
-                self.size -= before
-                self._give_up(worker)
-                before = 0
+                grown -= self._give_up(worker)
             else:
-                table.apply(event)
+                grown += worker.table.apply(event)
                 named += len(event.hashes)
-        self._grown(worker, before)
+        self._grow(grown)
         return named
 
-    def _grown(self, worker: _Worker, before: int) -> None:
-        """Counts what a worker's table has become. Above the cap the largest tables lose their oldest, a
-        sixteenth at a time."""
-        self.size += worker.table.blocks - before
+    def _grow(self, blocks: int) -> None:
+        """Above the cap the largest tables lose their oldest, a sixteenth at a time."""
+        self.size += blocks
         while self.size > self._settings.max_blocks:
             largest, tier = max(
                 ((worker, tier) for worker in self._workers.values() for tier in Tier),
@@ -318,16 +312,16 @@ class PrefixIndex:
 
     def _empty(self, worker: _Worker) -> None:
         """Nothing is known of what it holds, nor is a snapshot under way."""
-        self.size -= worker.table.blocks
-        self._give_up(worker)
+        self.size -= self._give_up(worker)
         worker.next_part = 0
         worker.loaded = worker.capped = False
         worker.promised = worker.known = 0
 
-    def _give_up(self, worker: _Worker) -> None:
+    def _give_up(self, worker: _Worker) -> int:
+        """Returns how many blocks those were."""
         self._bin += [held for held in worker.table.held if len(held) > PART_BLOCKS]
-        worker.table.clear()
         self._holders = None
+        return worker.table.clear()
 
     def _lose(self, id: WorkerId, worker: _Worker, why: str) -> None:
         if worker.why is None:

@@ -1,28 +1,48 @@
-"""The router's own part of a request: hash, match, choose; and how fast it takes in KV events."""
+"""The router's own part of a request: hash, match, choose; how it takes in KV events and snapshots; memory.
+
+With `--peer PYTHON`, a python that has Dynamo's bindings, the same matches and events run on its radix tree
+right after, and each line says how many times slower that was (`peer_ratio`, of medians).
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from benchmarks.report import emit
-from fleet.block_hash import HashKeys, block_hashes, short_names
-from fleet.events import BlocksDropped, BlocksStored, KvDigest, KvEvent, KvEvents, KvSnapshot, LoadReport
+from benchmarks.report import emit, percentile
+from fleet.block_hash import HashKeys, PromptNames, block_hashes
+from fleet.bus.memory import MemoryHub as BusHub
+from fleet.card_codec import encode_card
+from fleet.events import BlocksDropped, BlocksStored, KvDigest, KvEvents, KvSnapshot, LoadReport
 from fleet.ids import Incarnation, WorkerId
 from fleet.kv_layout import Fingerprint
-from fleet.member import MemberState, Role, WorkerCard
+from fleet.kv_log import KvLog
+from fleet.member import MemberState, Role, WorkerCard, worker_key
+from fleet.registry.memory import MemoryHub as RegistryHub
+from fleet.wire.codec import decode_kv_events, encode_kv_events
+from fleet.wire.memory import MemoryHub as WireHub
 from router.cost import Ask, choose_decode, choose_prefill
-from router.prefix_index import PrefixIndex
+from router.prefix_index import Outcome, PrefixIndex
 from router.roster import LinkState, Roster
 from router.settings import RouterSettings
+from router.watcher import Router
 
 SETTINGS = RouterSettings()
 PRINT = Fingerprint("m", "t", layers=32, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+KEYS = HashKeys(PRINT.digest(), PRINT.block_size)
 WORKERS = (1, 16, 128)
-PROMPT = 8192
+DEPTHS = ("equal", "half", "staggered")
+BLOCKS = 512
+PROMPT = BLOCKS * 16
 
 
 def measure(work: Callable[[], object], runs: int) -> list[float]:
@@ -37,106 +57,157 @@ def measure(work: Callable[[], object], runs: int) -> list[float]:
     return times
 
 
-def filled(workers: int, hashes: list[int], depths: list[int], others: int = 20_000) -> PrefixIndex:
-    """An index in which worker i holds `depths[i]` leading blocks, and blocks of other prompts."""
+def names(chance: random.Random, count: int) -> list[int]:
+    """63 bits, which is what the peer takes."""
+    return [chance.getrandbits(63) for _ in range(count)]
+
+
+def life(number: int) -> tuple[WorkerId, Incarnation]:
+    return WorkerId(f"w{number}"), Incarnation(f"w{number}.1")
+
+
+def filled(held: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PrefixIndex:
+    """An index in which worker i holds both of `held[i]`."""
     index = PrefixIndex(SETTINGS.index)
-    chance = random.Random(0)
-    noise = [chance.getrandbits(64) for _ in range(others)]
-    for n in range(workers):
-        worker, life = WorkerId(f"w{n}"), Incarnation(f"w{n}.1")
-        index.add_worker(worker, life)
-        names = tuple(chance.sample(noise, others // 4)) + tuple(hashes[: depths[n]])
-        index.load_snapshot(KvSnapshot(worker, life, 0, names))
+    for number, (prefix, others) in enumerate(held):
+        worker, incarnation = life(number)
+        index.add_worker(worker, incarnation)
+        index.load_snapshot(KvSnapshot(worker, incarnation, 0, (*others, *prefix)))
     return index
 
 
-def depths(kind: str, workers: int, blocks: int) -> list[int]:
-    """`shared`: all hold half of it, one all. `ragged`: each another part of it."""
+def held(kind: str, workers: int, prompt: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Of each worker: what it holds of the prompt, and 5,000 blocks of its own.
+
+    `equal`: all hold all of it. `half`: one does, the others half of it. `staggered`: each another part.
+    """
     chance = random.Random(1)
-    if kind == "ragged":
-        return [chance.randint(0, blocks) for _ in range(workers)]
-    return [blocks] + [blocks // 2] * (workers - 1)
+    depths = {
+        "equal": [len(prompt)] * workers,
+        "half": [len(prompt)] + [len(prompt) // 2] * (workers - 1),
+        "staggered": [chance.randint(1, len(prompt)) for _ in range(workers)],
+    }
+    return [(list(prompt[:depth]), names(chance, 5000)) for depth in depths[kind]]
 
 
-def bench_match(runs: int) -> None:
-    chance = random.Random(2)
-    hashes = [chance.getrandbits(64) for _ in range(512)]
+@dataclass
+class Case:
+    """One that the peer runs too."""
+
+    name: str
+    samples: list[float]
+    settings: dict[str, Any]
+    task: dict[str, Any]
+
+
+def bench_match(runs: int) -> list[Case]:
+    prompt = names(random.Random(2), BLOCKS)
+    cases = []
     for workers in WORKERS:
-        for kind in ("shared", "ragged"):
-            index = filled(workers, hashes, depths(kind, workers, len(hashes)))
-            samples = measure(lambda index=index: index.match(hashes, 0.0), runs)  # type: ignore[misc]
-            emit("router_match", "µs", samples, workers=workers, blocks=len(hashes), depths=kind)
+        for kind in DEPTHS:
+            holds = held(kind, workers, prompt)
+            index = filled(holds)
+            samples = measure(lambda index=index: index.match(prompt, 0.0), runs)  # type: ignore[misc]
+            settings = {"workers": workers, "blocks": BLOCKS, "depths": kind}
+            task = {"kind": "match", "held": holds, "names": prompt, "runs": runs}
+            cases.append(Case("router_match", samples, settings, task))
+    return cases
 
 
-def bench_apply(runs: int) -> None:
-    """Events of 16 workers in turn; each block is stored and later dropped."""
-    for size in (1, 32, 512):
-        index = PrefixIndex(SETTINGS.index)
-        workers = [(WorkerId(f"w{n}"), Incarnation(f"w{n}.1")) for n in range(16)]
-        for worker, life in workers:
-            index.add_worker(worker, life)
-            index.load_snapshot(KvSnapshot(worker, life, 0, ()))
+def bench_apply(runs: int) -> list[Case]:
+    """Events of 16 workers in turn, from their bytes on; each block is stored and dropped again."""
+    cases = []
+    for size in (1, 32, BLOCKS):
+        index = filled([((), ())] * 16)
         chance = random.Random(3)
-        messages = []
-        for step in range(max(40, 20 * runs // size)):
-            worker, life = workers[step % 16]
-            names = tuple(chance.getrandbits(64) for _ in range(size))
-            events: tuple[KvEvent, KvEvent] = (BlocksStored(names), BlocksDropped(names))
-            for half, event in enumerate(events):
-                messages.append(KvEvents(worker, life, 2 * (step // 16) + half + 1, (event,)))
-        rates = []
-        for start in range(0, len(messages), len(messages) // 20):
-            part = messages[start : start + len(messages) // 20]
-            begin = time.perf_counter()
-            for message in part:
-                index.apply(message)
-            rates.append(len(part) * size / (time.perf_counter() - begin))
-        emit("router_apply", "blocks/s", rates, blocks_per_event=size)
+        tasks, samples = [], []
+        for step in range(max(40, runs)):
+            worker, incarnation = life(step % 16)
+            some = names(chance, size)
+            tasks.append((step % 16, some))
+            data = [
+                encode_kv_events(
+                    KvEvents(worker, incarnation, 2 * (step // 16) + half, (event(tuple(some)),))
+                )
+                for half, event in ((1, BlocksStored), (2, BlocksDropped))
+            ]
+            start = time.perf_counter_ns()
+            outcomes = [index.apply(decode_kv_events(each)) for each in data]
+            samples.append((time.perf_counter_ns() - start) / 1000)
+            assert outcomes == [Outcome.APPLIED] * 2
+        task = {"kind": "apply", "messages": tasks}
+        cases.append(Case("router_apply", samples, {"blocks_per_event": size, "events": 2}, task))
+    return cases
+
+
+def report(cases: list[Case], peer: str) -> None:
+    theirs: list[list[float]] = []
+    if peer:
+        script = Path(__file__).with_name("radix_tree.py")
+        work = json.dumps([case.task for case in cases])
+        found = subprocess.run([peer, str(script)], input=work, capture_output=True, text=True, check=False)
+        if found.returncode:
+            print(f"the peer did not run: {found.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        else:
+            theirs = json.loads(found.stdout)
+    for place, case in enumerate(cases):
+        beside = {}
+        if theirs:
+            ours, other = sorted(case.samples), sorted(theirs[place])
+            beside = {
+                "peer": "dynamo RadixTree",
+                "peer_min": round(other[0], 2),
+                "peer_p50": round(percentile(other, 0.5), 2),
+                "peer_ratio": round(percentile(other, 0.5) / percentile(ours, 0.5), 2),
+            }
+        emit(case.name, "µs", case.samples, **case.settings, **beside)
+
+
+def card(number: int, blocks: int = 20_000) -> WorkerCard:
+    worker, incarnation = life(number)
+    return WorkerCard(
+        id=worker,
+        incarnation=incarnation,
+        role=Role.PREFILL if number % 2 else Role.DECODE,
+        state=MemberState.READY,
+        address=worker,
+        transfer="",
+        model="m",
+        fingerprint=PRINT,
+        blocks=blocks,
+        max_tokens=32_768,
+        version="",
+        pid=1,
+        host="",
+    )
+
+
+def load(of: WorkerCard, chance: random.Random, kv: KvDigest) -> LoadReport:
+    return LoadReport(
+        worker=of.id,
+        incarnation=of.incarnation,
+        state=MemberState.READY,
+        running=chance.randint(0, 32),
+        waiting=0,
+        queued_tokens=chance.randint(0, 20_000),
+        blocks_total=of.blocks,
+        blocks_free=chance.randint(1000, of.blocks),
+        kv=kv,
+        prefill_tokens_s=20_000.0,
+        decode_step_s=0.02,
+        decode_batch=16.0,
+        pull_bytes_s=1e10,
+    )
 
 
 def fleet(workers: int) -> Roster:
     roster = Roster(SETTINGS.unknown)
-    cards = {}
-    for n in range(workers):
-        role = Role.PREFILL if n % 2 else Role.DECODE
-        worker = WorkerId(f"w{n}")
-        cards[worker] = WorkerCard(
-            id=worker,
-            incarnation=Incarnation(f"w{n}.1"),
-            role=role,
-            state=MemberState.READY,
-            address="",
-            transfer="",
-            model="m",
-            fingerprint=PRINT,
-            blocks=20_000,
-            max_tokens=32_768,
-            version="",
-            pid=1,
-            host="",
-        )
-    roster.apply_view(cards)
+    cards = [card(number) for number in range(workers)]
+    roster.apply_view({of.id: of for of in cards})
     chance = random.Random(4)
-    for card in cards.values():
-        roster.apply_link(card.id, card.incarnation, LinkState.UP)
-        roster.apply_load(
-            LoadReport(
-                worker=card.id,
-                incarnation=card.incarnation,
-                state=MemberState.READY,
-                running=chance.randint(0, 32),
-                waiting=0,
-                queued_tokens=chance.randint(0, 20_000),
-                blocks_total=20_000,
-                blocks_free=chance.randint(1000, 20_000),
-                kv=KvDigest(0, 0, 0),
-                prefill_tokens_s=20_000.0,
-                decode_step_s=0.02,
-                decode_batch=16.0,
-                pull_bytes_s=1e10,
-            ),
-            0.0,
-        )
+    for of in cards:
+        roster.apply_link(of.id, of.incarnation, LinkState.UP)
+        roster.apply_load(load(of, chance, KvDigest(0, 0, 0)), 0.0)
     return roster
 
 
@@ -144,34 +215,103 @@ def bench_decision(runs: int) -> None:
     """Everything the router decides for one request: hash, match and both choices."""
     chance = random.Random(5)
     prompt = tuple(chance.randrange(50_000) for _ in range(PROMPT))
-    keys = HashKeys(PRINT.digest(), PRINT.block_size)
-    hashes = short_names(block_hashes(prompt, keys))
-    emit("router_hash", "µs", measure(lambda: short_names(block_hashes(prompt, keys)), runs), tokens=PROMPT)
+    emit("router_names", "µs", measure(lambda: block_hashes(prompt, KEYS), runs), tokens=PROMPT, names="all")
+    last = measure(lambda: PromptNames(prompt, KEYS)[-1], runs)
+    emit("router_names", "µs", last, tokens=PROMPT, names="the last")
+    known = PromptNames(prompt, KEYS)[:]
     for workers in (2, 16, 128):
-        roster = fleet(workers)
-        index = filled(workers, hashes, depths("shared", workers, len(hashes)))
-        number = iter(range(10**9))
+        for kind in ("cold", *DEPTHS):
+            roster = fleet(workers)
+            index = filled([((), ())] * workers if kind == "cold" else held(kind, workers, known))
+            tie = iter(range(10**9))
 
-        def decide(
-            hashed: bool, roster: Roster = roster, index: PrefixIndex = index, number: object = number
-        ) -> None:
-            names = hashes if hashed else short_names(block_hashes(prompt, keys))
-            (pool,) = roster.pools("m")
-            ask = Ask(PROMPT, index.match(names, 0.0), next(number) * 7919)  # type: ignore[call-overload]
-            choose_prefill(pool, ask, SETTINGS.cost)
-            choose_decode(pool, ask, SETTINGS.cost, ticket=True)
+            def decide(roster: Roster = roster, index: PrefixIndex = index, tie: Any = tie) -> None:
+                (pool,) = roster.pools("m")
+                ask = Ask(PROMPT, index.match(PromptNames(prompt, KEYS), 0.0), next(tie) * 7919)
+                choose_prefill(pool, ask, SETTINGS.cost)
+                choose_decode(pool, ask, SETTINGS.cost, ticket=True)
 
-        emit("router_choose", "µs", measure(lambda: decide(True), runs), tokens=PROMPT, workers=workers)
-        emit("router_decision", "µs", measure(lambda: decide(False), runs), tokens=PROMPT, workers=workers)
+            samples = measure(decide, runs)
+            emit("router_decision", "µs", samples, tokens=PROMPT, workers=workers, depths=kind)
+
+
+class Holder:
+    """A `WorkerService` that holds blocks and computes nothing."""
+
+    def __init__(self, of: WorkerCard, chance: random.Random) -> None:
+        self.card = of
+        self.kv = KvLog(of.id, of.incarnation, of.blocks)
+        self.kv.record([BlocksStored(tuple(names(chance, of.blocks)))])
+
+    def opened(self, end: object) -> None: ...
+
+    def received(self, end: object, message: object) -> None: ...
+
+    def closed(self, end: object) -> None: ...
+
+    def snapshot(self, part: int) -> KvSnapshot:
+        return self.kv.snapshot(part)
+
+    def status(self) -> LoadReport:
+        return load(self.card, random.Random(0), self.kv.digest())
+
+    async def drain(self, limit_s: float) -> MemberState:
+        return MemberState.DRAINING
+
+    async def take_role(self, role: Role, limit_s: float) -> MemberState:
+        return MemberState.READY
+
+
+def memory() -> int:
+    """Bytes resident."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def bench_recovery(workers: int, blocks: int) -> None:
+    """A router that starts beside full workers: until all are proven, and what its loop does meanwhile.
+
+    The workers answer in this process, so that their half is counted too. A turn is the CPU time that
+    the loop takes between two looks of a task that always has something to do, as a request would.
+    """
+    chance = random.Random(6)
+    wire, registry = WireHub(), RegistryHub()
+    for number in range(workers):
+        holder = Holder(card(number, blocks), chance)
+        wire.serve(holder, holder.card.address)
+        registry.put(worker_key("f", holder.card.id), encode_card(holder.card), 0)
+
+    async def recover() -> tuple[float, float, list[float], PrefixIndex]:
+        router = Router(SETTINGS, "f", registry.registry(), BusHub().bus(), wire.wire())
+        running = asyncio.create_task(router.run())
+        turns: list[float] = []
+        start, cpu = time.perf_counter(), time.process_time()
+        while len(router.index.unproven()) or router.index.size < workers * blocks:
+            before = time.thread_time_ns()
+            await asyncio.sleep(0)
+            turns.append((time.thread_time_ns() - before) / 1000)
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return wall, cpu, turns, router.index
+
+    before = memory()
+    wall, cpu, turns, index = asyncio.run(recover())
+    size = {"workers": workers, "blocks": index.size}
+    emit("router_recovery", "s", [wall], **size, cpu_s=round(cpu, 3))
+    emit("router_recovery_turn", "µs", turns, **size)
+    emit("router_index_memory", "MiB", [(memory() - before) / 2**20], **size)
 
 
 def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few runs: numbers mean little")
-    runs = 50 if parser.parse_args(argv).quick else 2000
-    bench_match(runs)
-    bench_apply(runs)
+    parser.add_argument("--peer", default="", metavar="PYTHON", help="python with Dynamo's bindings")
+    asked = parser.parse_args(argv)
+    runs = 50 if asked.quick else 2000
+    report(bench_match(runs) + bench_apply(runs), asked.peer)
     bench_decision(runs)
+    for workers, blocks in ((10, 5_000),) if asked.quick else ((100, 23_000), (100, 30_000)):
+        bench_recovery(workers, blocks)
     return 0
 
 

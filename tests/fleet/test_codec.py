@@ -184,17 +184,32 @@ def test_drain_comes_back_unchanged(limit_s: float, state: MemberState) -> None:
 
 
 @FEW
-@given(COUNT)
-def test_the_part_asked_for_comes_back_unchanged(part: int) -> None:
-    assert codec.decode_snapshot_request(codec.encode_snapshot_request(part)) == part
-
-
-@FEW
 @given(st.sampled_from(Role), st.floats(0, 1e6), st.sampled_from(MemberState))
 def test_a_change_of_role_comes_back_unchanged(role: Role, limit_s: float, state: MemberState) -> None:
     asked = codec.encode_take_role_request(role, limit_s)
     assert codec.decode_take_role_request(asked) == (role, limit_s)
     assert codec.decode_take_role_reply(codec.encode_take_role_reply(state)) == state
+
+
+@FEW
+@given(COUNT)
+def test_the_part_asked_for_comes_back_unchanged(part: int) -> None:
+    assert codec.decode_snapshot_request(codec.encode_snapshot_request(part)) == part
+
+
+def test_events_that_are_none_name_what_is_wrong() -> None:
+    odd = pb.KvEvent(stored=pb.KvEvent.Stored(hashes=b"1234567", tier="device"))
+    with pytest.raises(Malformed, match="7 bytes are no names of 8 bytes each"):
+        codec.decode_kv_events(pb.KvEvents(events=[odd]).SerializeToString())
+    tape = pb.KvEvent(dropped=pb.KvEvent.Dropped(tier="tape"))
+    with pytest.raises(Malformed, match="'tape' is no tier"):
+        codec.decode_kv_events(pb.KvEvents(events=[tape]).SerializeToString())
+    with pytest.raises(Malformed, match="none of stored, dropped, cleared"):
+        codec.decode_kv_events(pb.KvEvents(events=[pb.KvEvent()]).SerializeToString())
+    with pytest.raises(Malformed, match=r"KvSnapshot\.host: 3 bytes"):
+        codec.decode_kv_snapshot(pb.KvSnapshot(host=b"123").SerializeToString())
+    with pytest.raises(ValueError, match="no number of 64 bits"):
+        codec.encode_kv_snapshot(KvSnapshot(WorkerId("w"), Incarnation("i"), 0, (1 << 64,)))
 
 
 def test_strategies_draw_every_field() -> None:
@@ -219,9 +234,7 @@ def test_unknown_is_not_zero() -> None:
 def test_an_empty_frame_is_no_bytes_and_no_message_to_a_worker() -> None:
     """Empty bytes are the heartbeat of a session."""
     assert codec.encode_frame(Frame()) == b""
-    with pytest.raises(
-        Malformed, match="ToWorker is none of prefill, .*, proceed, renew"
-    ):
+    with pytest.raises(Malformed, match="ToWorker is none of prefill, .*, proceed, renew"):
         codec.decode_to_worker(b"")
 
 

@@ -658,13 +658,13 @@ class KvEvent(_message.Message):
 
         HASHES_FIELD_NUMBER: _builtins.int
         TIER_FIELD_NUMBER: _builtins.int
+        hashes: _builtins.bytes
+        """8 bytes each, little end first, as repeated fixed64 would lie."""
         tier: _builtins.str
-        @_builtins.property
-        def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
         def __init__(
             self,
             *,
-            hashes: _abc.Iterable[_builtins.int] | None = ...,
+            hashes: _builtins.bytes = ...,
             tier: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -679,13 +679,13 @@ class KvEvent(_message.Message):
 
         HASHES_FIELD_NUMBER: _builtins.int
         TIER_FIELD_NUMBER: _builtins.int
+        hashes: _builtins.bytes
+        """8 bytes each, little end first, as repeated fixed64 would lie."""
         tier: _builtins.str
-        @_builtins.property
-        def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
         def __init__(
             self,
             *,
-            hashes: _abc.Iterable[_builtins.int] | None = ...,
+            hashes: _builtins.bytes = ...,
             tier: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -777,23 +777,21 @@ class KvSnapshot(_message.Message):
     worker: _builtins.str
     incarnation: _builtins.str
     sequence: _builtins.int
+    hashes: _builtins.bytes
+    """8 bytes each, as in KvEvent."""
+    host: _builtins.bytes
+    disk: _builtins.bytes
     part: _builtins.int
     parts: _builtins.int
-    @_builtins.property
-    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def host(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def disk(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         sequence: _builtins.int = ...,
-        hashes: _abc.Iterable[_builtins.int] | None = ...,
-        host: _abc.Iterable[_builtins.int] | None = ...,
-        disk: _abc.Iterable[_builtins.int] | None = ...,
+        hashes: _builtins.bytes = ...,
+        host: _builtins.bytes = ...,
+        disk: _builtins.bytes = ...,
         part: _builtins.int = ...,
         parts: _builtins.int = ...,
     ) -> None: ...
