@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from fleet.objectives import Objectives
@@ -66,7 +67,7 @@ class Outcome:
 
     @property
     def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
     def as_dict(self) -> dict[str, Any]:
         figures = {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "e2e_s": self.e2e_s}
@@ -134,14 +135,14 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 _GROWTH = 1.05
-_LEAST_S, _MOST_S = 1e-4, 1e5
+_LEAST_S = 1e-4
+_SCALE = 1 / math.log(_GROWTH)
+_SHIFT = math.log(_LEAST_S) * _SCALE
 
 
 class Histogram:
-    """Durations in buckets that each are 5 % wider than the one before: a percentile is told within 2.5 %.
-
-    At most 425 buckets from 0.1 ms to a day, whatever comes (Masson et al., "DDSketch", 2019).
-    """
+    """Durations in buckets that each are 5 % wider than the one before: a percentile is told within 2.5 %,
+    and 3 µs where it is very short. Some 430 buckets up to a day (Masson et al., "DDSketch", 2019)."""
 
     __slots__ = ("counts", "total")
 
@@ -150,9 +151,13 @@ class Histogram:
         self.total = 0
 
     def add(self, seconds: float) -> None:
-        within = min(max(seconds, _LEAST_S), _MOST_S)
-        self.counts[int(math.log(within / _LEAST_S) / math.log(_GROWTH))] += 1
+        self.counts[int(math.log(seconds + _LEAST_S) * _SCALE - _SHIFT)] += 1
         self.total += 1
+
+    def add_all(self, seconds: Sequence[float]) -> None:
+        log = math.log  # hundreds at once: a gap each token
+        self.counts.update([int(log(one + _LEAST_S) * _SCALE - _SHIFT) for one in seconds])
+        self.total += len(seconds)
 
     def merge(self, other: Histogram) -> None:
         self.counts.update(other.counts)
@@ -164,7 +169,7 @@ class Histogram:
         for bucket in sorted(self.counts):
             left -= self.counts[bucket]
             if left <= 0:
-                return float(_LEAST_S * _GROWTH**bucket * math.sqrt(_GROWTH))
+                return float(_LEAST_S * (_GROWTH**bucket * math.sqrt(_GROWTH) - 1))
         return None
 
 
@@ -237,8 +242,7 @@ class Tally:
         ):
             if seconds is not None:
                 histogram.add(seconds)
-        for gap in outcome.gaps:
-            self.itl.add(gap)
+        self.itl.add_all(outcome.gaps)
 
     def merge(self, other: Tally) -> None:
         self.attained += other.attained

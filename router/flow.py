@@ -6,11 +6,16 @@
 One *leg* is one job at one worker. After each leg the next one is chosen by what is known so far: nothing
 yet, a first token and a ticket, or some tokens and no ticket. So a refusal, a lost worker and the ordinary
 hand-off are the same step, and no token is said twice: those that were said go with the next job.
+
+Of a prompt that takes several steps the next leg begins *early*: a decode worker brings what of the KV is
+final while the rest is computed, and is told the first token when it is there. Whatever becomes of an early
+leg, without it the request goes on as if there had been none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from array import array
@@ -37,6 +42,7 @@ from fleet.handoff import (
     DecodeJob,
     Ended,
     KvTicket,
+    Lent,
     Prefilled,
     PrefillJob,
     Scored,
@@ -196,6 +202,11 @@ class _Run:
         """Of the prompt's tokens after the first, until they are told with the first token."""
         self.cached_tokens = 0
         self.leg: _Leg | None = None
+        self.early: _Leg | None = None
+        """The next one, while this one computes the prompt."""
+        self.early_ticket: KvTicket | None = None
+        self.early_avoid: set[Incarnation] = set()
+        """Lives of workers that did not take it early; they are asked again when the prompt is computed."""
         self.ticket: KvTicket | None = None
         """Given to a decode worker while it is fresh."""
         self.ticket_at = 0.0
@@ -237,6 +248,9 @@ class _Run:
                                     self.timeline.mark(_STAGES[stage], self.loop.time())
                             case Scored():
                                 self._scored(said)
+                            case Lent(_, ticket):
+                                self.early_ticket = ticket
+                                self._try_early()
                             case Token(_, token, logprobs):
                                 yield self._token(leg, token, logprobs)
                                 self._taken()
@@ -249,7 +263,7 @@ class _Run:
                                     return
                                 # The decode worker is asked before the client is served: a slow client
                                 # must not keep KV waiting.
-                                following = self._try_leg()
+                                following = self._go_on_early() or self._try_leg()
                                 yield event
                                 self._taken()
                                 break
@@ -330,6 +344,9 @@ class _Run:
         found = self._choose(set())
         cast = None if found is None else self._forecast(found)
         decision = self.flow.admission.offer(self.request.id, cast, now)
+        if decision.act is Act.QUEUE and found is not None and (other := self._elsewhere(found)) is not None:
+            found, cast = other, self._forecast(other)
+            decision = self.flow.admission.offer(self.request.id, cast, now)
         if decision.act is not Act.ADMIT:
             return False
         self._decided(decision)
@@ -337,6 +354,23 @@ class _Run:
             self._try_leg(found, cast)
         self._wake()
         return True
+
+    def _elsewhere(self, found: _Found) -> _Found | None:
+        """A worker with room that is worse than the one without, but better than as long a wait as there is:
+        the cost model knows queues at workers only, and this one stands for what would be there."""
+        limit = self.flow.admission.ahead_s(self.terms)
+        crowded = {
+            worker.card.incarnation
+            for pool in self._pools()
+            for worker in pool.prefill
+            if worker.queued_tokens / worker.prefill_tokens_s > limit
+        }
+        other = self._choose(crowded)
+        if other is None or other[1].worker == found[1].worker:
+            return None
+        wait_s = self.flow.admission.wait_s(self.request.model)
+        advantage = self.flow.settings.cost.local_advantage if other[1].local else 1.0
+        return other if other[1].seconds * advantage < found[1].seconds + wait_s else None
 
     def turned_away(self, decision: Decision) -> None:
         """While it waits."""
@@ -354,7 +388,8 @@ class _Run:
 
     def _forecast(self, found: _Found) -> Forecast:
         pool, choice, _ = found
-        return forecast(pool, choice, self.flow.settings.cost)
+        answer = self.flow.admission.answer(self.request, self.terms)
+        return forecast(pool, choice, answer, self.flow.settings.cost)
 
     def _decided(self, decision: Decision) -> None:
         self.record.admission.append(
@@ -384,7 +419,11 @@ class _Run:
             if now >= until or not (full or isinstance(error, Unavailable)):
                 raise error
             # Who was full may have room soon, and does not tell.
-            await self.flow.changed(min(until, now + self.limits.retry_after_s) if full else until)
+            again = min(until, now + self.limits.retry_after_s) if full else until
+            if self.ticket is not None:
+                again = min(again, now + self.ticket.lease_s / 3)
+                self._renew(now)
+            await self.flow.changed(again)
             self.avoid -= self.refused
             self.refused.clear()
 
@@ -416,6 +455,83 @@ class _Run:
             return self.leg
         return None
 
+    def _renew(self, now: float) -> None:
+        """The KV stays until somebody has room for it."""
+        if self.held is not None:
+            link, lease = self.held
+            with contextlib.suppress(WorkerLost):
+                link.renew(lease)
+                self.ticket_at = now  # Where it did not stand any more, the reader is told so.
+
+    def _try_early(self) -> None:
+        """Lets a decode worker bring the KV that is final, if one has room now."""
+        ticket, now = self.early_ticket, self.loop.time()
+        pool = next((p for p in self._pools() if ticket and p.digest == ticket.fingerprint), None)
+        while ticket is not None and pool is not None and self.leg is not None and not self.over:
+            ask = self._ask(pool, now, self.early_avoid)
+            choice = choose_decode(pool, ask, self.flow.settings.cost, ticket=True)
+            if choice is None:
+                return
+            standing, link = self.flow.roster.get(choice.worker), self.flow.links.get(choice.worker)
+            if standing is None or standing.blocks_free < choice.blocks:
+                self.record.move(HandoffState.PREFILLING, now, f"not early: {choice.why}", choice.worker)
+                return
+            request = replace(self.request, deadline_s=max(0.0, self.due - now))
+            try:
+                if link is None or link.card.incarnation != choice.incarnation:
+                    raise WorkerLost(f"worker {choice.worker} is gone")
+                stream = link.dispatch(DecodeJob(0, request, (), ticket))
+            except WorkerLost:
+                self.early_avoid.add(choice.incarnation)
+                continue
+            stream.on_end = self._early_ended
+            self.early = _Leg(link, stream, choice)
+            self.flow.roster.sent(choice.worker, self.request.id, choice.tokens, choice.blocks)
+            self.flow.index.sent(choice.worker, self._hashes(pool, self._needed()), now)
+            self.flow.counters["early_legs"] += 1
+            self.record.move(HandoffState.LENDING, now, choice.why, choice.worker)
+            return
+
+    def _early_ended(self) -> None:
+        """Before the prompt was computed: another worker may take it early, or one will then."""
+        early = self.early
+        if early is None:
+            return
+        words = [said.message or str(said.finish) for said in early.stream.unread() if isinstance(said, Ended)]
+        why = words[0] if words else str(early.stream.error)
+        self._drop_early(CancelReason.MOVED)
+        self.early_avoid.add(early.choice.incarnation)
+        self.record.move(HandoffState.PREFILLING, self.loop.time(), why, early.choice.worker)
+        self._try_early()
+
+    def _go_on_early(self) -> _Leg | None:
+        """The prompt is computed: the early leg, if there is one, is told the first token."""
+        early, now = self.early, self.loop.time()
+        if early is None:
+            return None
+        try:
+            early.link.proceed(early.stream, tuple(self.generated))
+        except WorkerLost:
+            self._drop_early(CancelReason.MOVED)
+            return None
+        # From here on it is a leg like any other: what it said so far is read now, so that the timeline
+        # has the part of the pull that the client waits for.
+        self.early, self.leg = None, early
+        early.stream.on_end, early.stream.heard_at = None, now
+        self.record.move(HandoffState.PULLING, now, "has begun early", early.choice.worker)
+        self.timeline.mark(Stage.DECODE_SENT, now)
+        self.flow.counters["handoffs"] += 1
+        self.flow.counters["early_handoffs"] += 1
+        self._arm()
+        return early
+
+    def _drop_early(self, reason: CancelReason) -> None:
+        if self.early is not None:
+            early, self.early = self.early, None
+            early.stream.on_end = None
+            early.link.drop(early.stream, reason)
+            self.flow.roster.settle(early.choice.worker, self.request.id)
+
     def _choose(self, gone: set[Incarnation]) -> _Found | None:
         now = self.loop.time()
         request = replace(self.request, deadline_s=max(0.0, self.due - now))
@@ -428,9 +544,8 @@ class _Run:
                     choice = choose_decode(pool, self._ask(pool, now, gone), cost, ticket=True)
                     if choice is not None:
                         return pool, choice, DecodeJob(0, request, tuple(self.generated), self.ticket)
-            self._release()
-            why = "nobody left can read the KV" if fresh else "the lease is too old"
-            self.record.move(HandoffState.RESERVED, now, why)
+            if not fresh:
+                self._give_up_kv("the lease is too old")
         best: tuple[Pool, Choice] | None = None
         for pool in pools:
             ask = self._ask(pool, now, gone)
@@ -442,10 +557,16 @@ class _Run:
             if choice is not None and (best is None or choice.seconds < best[1].seconds):
                 best = pool, choice
         if best is None:
-            return None
+            return None  # The KV, if there is any, stays for whoever has room soon.
+        if self.ticket is not None:
+            self._give_up_kv("nobody left can read the KV")
         if self.generated or best[1].local:
             return *best, DecodeJob(0, request, tuple(self.generated), None)
-        return *best, PrefillJob(0, request)
+        return *best, PrefillJob(0, request, self.limits.early_handoff)
+
+    def _give_up_kv(self, why: str) -> None:
+        self._release()
+        self.record.move(HandoffState.RESERVED, self.loop.time(), why)
 
     def _pools(self) -> tuple[Pool, ...]:
         pools = self.flow.roster.pools(self.request.model)
@@ -573,13 +694,14 @@ class _Run:
                     self.cached_tokens = said.usage.cached_tokens
                 return self._finished(said.finish)
             case FinishReason.FAILED:
-                raise error_named(said.error, said.message)
+                raise error_named(said.error, said.message, said.retry_after_s)
             case FinishReason.CANCELLED:
                 raise WorkerLost(f"worker {leg.link.card.id} gave the request up")
 
     def _after(self, leg: _Leg, error: FleetError) -> FinishReason | None:
         """Settles a failed leg. None: to be tried elsewhere. Raises what cannot be."""
         self._drop_leg(CancelReason.MOVED)
+        self._forget_early(CancelReason.MOVED)
         self.forecast = None
         if self.verdict is not None:
             raise self.verdict
@@ -671,6 +793,12 @@ class _Run:
             self.leg = None
             self.flow.turn()
 
+    def _forget_early(self, reason: CancelReason) -> None:
+        """Nor is another one to begin."""
+        self.early_ticket = None
+        self.early_avoid.clear()
+        self._drop_early(reason)
+
     def _release(self) -> None:
         self.ticket = None
         if self.held is not None:
@@ -688,7 +816,9 @@ class _Run:
         self.over = True
         now = self.loop.time()
         overdue = isinstance(self.verdict, DeadlineExceeded)
-        self._drop_leg(self.stopped or (CancelReason.DEADLINE if overdue else CancelReason.CLIENT))
+        reason = self.stopped or (CancelReason.DEADLINE if overdue else CancelReason.CLIENT)
+        self._drop_leg(reason)
+        self._forget_early(reason)
         self._release()
         if self.timer is not None:
             self.timer.cancel()

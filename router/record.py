@@ -14,7 +14,9 @@ class HandoffState(StrEnum):
     RESERVED = "reserved"
     """Taken on; no worker computes it yet, or none any more."""
     PREFILLING = "prefilling"
-    """A worker computes the prompt."""
+    """A worker computes the prompt. Once more: what came of looking for a decode worker meanwhile."""
+    LENDING = "lending"
+    """A worker computes the prompt, and a decode worker brings what of its KV is final."""
     READY = "ready"
     """The prompt's KV waits under a lease."""
     PULLING = "pulling"
@@ -28,7 +30,9 @@ class HandoffState(StrEnum):
 _ENDS = frozenset({HandoffState.DONE, HandoffState.FAILED, HandoffState.RELEASED})
 _NEXT: dict[HandoffState, frozenset[HandoffState]] = {
     HandoffState.RESERVED: _ENDS | {HandoffState.PREFILLING},
-    HandoffState.PREFILLING: _ENDS | {HandoffState.RESERVED, HandoffState.READY},
+    HandoffState.PREFILLING: _ENDS
+    | {HandoffState.RESERVED, HandoffState.PREFILLING, HandoffState.LENDING, HandoffState.READY},
+    HandoffState.LENDING: _ENDS | {HandoffState.RESERVED, HandoffState.PREFILLING, HandoffState.READY},
     HandoffState.READY: _ENDS | {HandoffState.RESERVED, HandoffState.PULLING},
     HandoffState.PULLING: _ENDS | {HandoffState.RESERVED, HandoffState.READY},
     HandoffState.DONE: frozenset(),
@@ -55,6 +59,10 @@ class HandoffRecord:
     accepted: float
     """On the router's clock."""
     transitions: list[Transition] = field(default_factory=list)
+    admission: list[dict[str, Any]] = field(default_factory=list)
+    """What was decided about it, with reasons and forecasts: at its arrival, and after waiting."""
+    outcome: dict[str, Any] | None = None
+    """How it ended, and whether it attained its objectives."""
 
     @property
     def state(self) -> HandoffState:
@@ -76,6 +84,8 @@ class HandoffRecord:
             "model": self.model,
             "prompt_tokens": self.prompt_tokens,
             "state": self.state.value,
+            "admission": self.admission,
+            "outcome": self.outcome,
             "transitions": [
                 {"state": step.state.value, "at_s": round(step.at, 6), "why": step.why, "worker": step.worker}
                 for step in self.transitions

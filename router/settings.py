@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from fleet.objectives import CLASS_NAME, CLASSES, STANDARD, Objectives
 
 
 def _positive(settings: object, *names: str) -> None:
@@ -104,6 +108,9 @@ class FlowSettings:
     """Seconds between two tokens; beyond, the worker is lost for this request."""
     max_failovers: int = 3
     """Workers that one request may lose before it fails. Refusals do not count."""
+    early_handoff: bool = True
+    """Whether a decode worker brings the KV of a prompt that takes several steps while it is still being
+    computed. It takes room there sooner; the second token comes sooner by what the pull would have taken."""
     lease_margin_s: float = 1.0
     """Seconds that a lease must have left for its KV to be offered to a second decode worker."""
     records: int = 2048
@@ -112,6 +119,54 @@ class FlowSettings:
     def __post_init__(self) -> None:
         _not_negative(self)
         _positive(self, "max_requests", "first_token_timeout_s", "token_timeout_s", "records")
+
+
+class AdmissionMode(StrEnum):
+    OFF = "off"
+    """Whatever comes is sent to a worker at once; its queue is the only one."""
+    OBSERVE = "observe"
+    """So it is, but what admission would have done stands in the record."""
+    ENFORCE = "enforce"
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Which requests wait at the router, in which order, and which are refused: see docs/objectives.md."""
+
+    mode: AdmissionMode = AdmissionMode.ENFORCE
+    """Enforced by default: while there is room nothing waits, and without it a queue at the router, which
+    knows objectives and tenants, is better than one at a worker, which does not."""
+    default_class: str = STANDARD
+    """Class of requests whose key or header names none."""
+    ahead_s: float = 0.25
+    """Seconds of queued prompts at a worker up to which it is sent more. Enough that it is not idle until the
+    next one arrives or it reports again; each second more is out of the router's hands."""
+    least_running: int = 4
+    """Sequences that a decode worker is given whatever time per token they get: fewer would waste it."""
+    margin: float = 0.1
+    """Share of an objective kept in reserve for what forecasts miss: who is served last in time must still
+    be in time."""
+    max_queued: int = 2048
+    """Requests that may wait here; beyond, one that would be late anyway, or of the lowest priority, is
+    refused with 429."""
+    max_wait_s: float = 120.0
+    """Longest a request may wait here, seconds; then it is refused with 429."""
+    aging_s: float = 10.0
+    """Seconds of waiting after which a request of a lower priority gets its part of `aged_share`."""
+    aged_share: float = 0.1
+    """Share of the fleet that goes to requests so old, whatever is before them: nothing waits for ever."""
+    target: float = 0.95
+    """Share of requests that are to attain their objectives: what burn rates are measured against."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{item.name} must not be negative, not {value}")
+        _positive(self, "max_queued", "max_wait_s", "aging_s", "aged_share", "target")
+        for name in ("margin", "aged_share", "target"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a share below 1 is needed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +201,17 @@ class RouterSettings:
     cost: CostSettings = field(default_factory=CostSettings)
     index: IndexSettings = field(default_factory=IndexSettings)
     flow: FlowSettings = field(default_factory=FlowSettings)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    objectives: Mapping[str, Objectives] = field(default_factory=lambda: dict(CLASSES))
+    """Classes of requests, by name."""
     watch: WatchSettings = field(default_factory=WatchSettings)
+
+    def __post_init__(self) -> None:
+        for name in self.objectives:
+            if not CLASS_NAME.fullmatch(name):
+                raise ValueError(f"objectives: {name!r} is no name of a class")
+        if self.admission.default_class not in self.objectives:
+            raise ValueError(
+                f"admission.default_class is {self.admission.default_class!r}; there are: "
+                f"{', '.join(self.objectives)}"
+            )
