@@ -234,7 +234,7 @@ def test_unknown_is_not_zero() -> None:
 def test_an_empty_frame_is_no_bytes_and_no_message_to_a_worker() -> None:
     """Empty bytes are the heartbeat of a session."""
     assert codec.encode_frame(Frame()) == b""
-    with pytest.raises(Malformed, match="ToWorker is none of prefill, .*, proceed, renew"):
+    with pytest.raises(Malformed, match=r"ToWorker is none of prefill, .*, proceed, renew"):
         codec.decode_to_worker(b"")
 
 
