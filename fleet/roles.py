@@ -100,13 +100,6 @@ class Roles:
     def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
         self.acting.proceed(stream, generated)
 
-    def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
-        self.acting.proceed(stream, generated)
-
-    def renew(self, lease: LeaseId) -> None:
-        for service in self._services.values():
-            service.renew(lease)
-
     def release(self, lease: LeaseId) -> None:
         self.acting.release(lease)
 

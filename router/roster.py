@@ -109,6 +109,8 @@ class Change:
     """Gone, at once and wholly; a new incarnation is one left and one joined."""
     doubted: tuple[WorkerId, ...] = ()
     """Vanished in a crowd: kept while their sessions live."""
+    turned: tuple[WorkerCard, ...] = ()
+    """Have another role in the same life: their sessions, their streams and what they cache stay."""
 
 
 class Roster:
@@ -174,12 +176,15 @@ class Roster:
         self.refused = dict(refused)
         joined: list[WorkerCard] = []
         left: list[WorkerCard] = []
+        turned: list[WorkerCard] = []
         for id, card in cards.items():
             if card.fingerprint.hash_spec != HASH_SPEC:
                 self.refused[id] = f"hash_spec: {card.fingerprint.hash_spec} != {HASH_SPEC}"
                 continue
             old = self._workers.get(id)
             if old is not None and old.card.incarnation == card.incarnation:
+                if old.card.role is not card.role:
+                    turned.append(card)
                 old.card, old.listed = card, True
                 continue
             if old is not None:
@@ -189,7 +194,7 @@ class Roster:
             joined.append(card)
         doubted = self._absent(cards, left, emptied) if live else ()
         self._pools.clear()
-        return Change(tuple(joined), tuple(left), doubted)
+        return Change(tuple(joined), tuple(left), doubted, tuple(turned))
 
     def _absent(
         self, cards: Mapping[WorkerId, WorkerCard], left: list[WorkerCard], emptied: bool

@@ -147,6 +147,9 @@ class Router:
             self.index.add_worker(card.id, card.incarnation)
             link = self.links[card.id] = Link(card, self._wire, self.settings.watch, self._link_moved)
             self._sessions[card.id] = self._spawn(link.run())
+        for card in change.turned:
+            log.info("worker %s is a %s worker now", card.id, card.role)
+            self.links[card.id].card = card
         self.flow.wake()
 
     def _link_moved(self, link: Link, state: LinkState, why: str) -> None:

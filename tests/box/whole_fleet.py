@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,7 +139,8 @@ class BoxWorker:
             )
             engine = asyncio.create_task(self.engine.run())
             try:
-                await self.chassis.run(card, roles, box.lease_ttl_s, roles.turns)
+                turns = {role: turn for role, turn in roles.turns.items() if role in box.turns}
+                await self.chassis.run(card, roles, box.lease_ttl_s, turns)
             finally:
                 engine.cancel()
                 await asyncio.gather(engine, return_exceptions=True)
@@ -222,6 +223,7 @@ class Box:
         model: ToyModel | None = None,
         replica: Replica | None = None,
         real_links: bool = False,
+        turns: Collection[Role] = tuple(Role),
         constrain: Constrain | None = None,
         routers: int = 1,
         wire: WireSettings | None = None,
@@ -232,6 +234,8 @@ class Box:
     ) -> None:
         """`clocks`: seconds by which the clock of a worker or router of this name is ahead."""
         self.constrain = constrain
+        self.turns = turns
+        """Roles that workers can take later."""
         self.chassis = chassis or ChassisSettings()
         self.lease_ttl_s = lease_ttl_s
         self.pull_limit_s = pull_limit_s

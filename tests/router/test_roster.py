@@ -90,6 +90,32 @@ def test_a_restarted_worker_is_another_one() -> None:
     assert not made.apply_load(report(D1), 1.0), "a report of the old life"
 
 
+def test_a_worker_that_takes_another_role_changes_pools_and_nothing_else() -> None:
+    made = roster(P1, P2, D1)
+    made.sent(P2.id, RequestId("r"), 100, 7)
+    drains = replace(P2, state=MemberState.DRAINING, turning=Role.DECODE)
+    change = made.apply_view(view(P1, drains, D1))
+    assert (change.joined, change.left, change.turned) == ((), (), ())
+    assert usable(made) == {"p1", "d1"}
+    turned = replace(P2, role=Role.DECODE)
+    change = made.apply_view(view(P1, turned, D1))
+    assert (change.joined, change.left, change.turned) == ((), (), (turned,))
+    (pool,) = made.pools("m")
+    assert [w.id for w in pool.prefill] == ["p1"]
+    assert {w.id for w in pool.decode} == {"d1", "p2"}
+    worker = made.get(P2.id)
+    assert worker is not None
+    assert (worker.link, list(worker.sent)) == (LinkState.UP, ["r"])
+
+
+def test_a_worker_that_says_it_is_stalled_is_no_candidate() -> None:
+    made = roster(D1, D2)
+    made.apply_load(report(D1, state=MemberState.STALLED), 0.0)
+    assert usable(made) == {"d2"}
+    made.apply_load(report(D1), 1.0)
+    assert usable(made) == {"d1", "d2"}
+
+
 def test_workers_that_vanish_together_are_kept_while_their_sessions_live() -> None:
     made = roster(P1, D1, D2)
     change = made.apply_view({})
