@@ -1,4 +1,4 @@
-"""Errors, by what the caller can do about them; one table to gRPC and HTTP status. Pure."""
+"""Errors, by what the caller can do about them; one table to HTTP status. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ class FleetError(Exception):
     """Something a caller is told. `message` says what was wrong and what would be right."""
 
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[str] = "INTERNAL"
     kind: ClassVar[str] = "server_error"
     """OpenAI's `error.type`."""
     retryable: ClassVar[bool] = False
@@ -25,7 +24,6 @@ class BadRequest(FleetError):
     """The caller must change the request."""
 
     http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
     kind = "invalid_request_error"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -40,7 +38,6 @@ class BadConstraint(BadRequest):
 
 class Unauthorized(FleetError):
     http_status = 401
-    grpc_status = "UNAUTHENTICATED"
     kind = "authentication_error"
 
 
@@ -48,7 +45,6 @@ class NotFound(FleetError):
     """No such model, worker or route."""
 
     http_status = 404
-    grpc_status = "NOT_FOUND"
     kind = "invalid_request_error"
 
 
@@ -62,7 +58,6 @@ class Overloaded(FleetError):
     """Nothing is wrong; come back later, or try another worker."""
 
     http_status = 429
-    grpc_status = "RESOURCE_EXHAUSTED"
     kind = "rate_limit_error"
     retryable = True
 
@@ -75,7 +70,6 @@ class Unavailable(FleetError):
     """No worker can serve this now."""
 
     http_status = 503
-    grpc_status = "UNAVAILABLE"
     kind = "service_unavailable"
     retryable = True
 
@@ -94,7 +88,6 @@ class TransferFailed(Unavailable):
 
 class DeadlineExceeded(FleetError):
     http_status = 504
-    grpc_status = "DEADLINE_EXCEEDED"
     kind = "timeout_error"
 
 
@@ -104,13 +97,12 @@ class Internal(FleetError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    grpc: str
     http: int
     error: type[FleetError]
 
 
 ERRORS: dict[str, ErrorRow] = {
-    error.__name__: ErrorRow(error.grpc_status, error.http_status, error)
+    error.__name__: ErrorRow(error.http_status, error)
     for error in (
         BadRequest,
         BadConstraint,

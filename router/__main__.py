@@ -19,7 +19,7 @@ from fleet.life import Life, run_process
 from fleet.model_files import resolve
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, SettingsError, load_or_exit
-from fleet.wire.rpc import GrpcWire
+from fleet.wire.rpc import TcpWire
 from fleet.wire.session import WireSettings
 from router.openai.asgi import Ingress
 from router.openai.keys_file import KeysFile
@@ -72,7 +72,7 @@ def load_keys(settings: RouterProcessSettings) -> tuple[tuple[ApiKey, ...], Keys
         raise SettingsError(f"PDFLEET_API_KEYS: {error}") from None
     if settings.http.keys_file is None:
         return keys, None
-    file = KeysFile(settings.http.keys_file, keys)
+    file = KeysFile(settings.http.keys_file, settings.objectives, keys)
     try:
         return file.read(), file
     except ValueError as error:
@@ -90,7 +90,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         stack.push_async_callback(registry.close)
         bus = NatsBus(control.nats, control.nats_tls())
         stack.push_async_callback(bus.close)
-        wire = GrpcWire(settings.wire, control.tls())
+        wire = TcpWire(settings.wire, control.tls())
         stack.push_async_callback(wire.close)
         name, text = await asyncio.to_thread(load_text, settings)
         router = Router(settings, control.fleet, registry, bus, wire, frozenset({name}))
@@ -99,7 +99,14 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             return max((pool.max_tokens for pool in router.roster.pools(model)), default=None)
 
         ingress = Ingress(
-            router.flow, {name: text}, settings.http, version=__version__, context=context, keys=keys
+            router.flow,
+            {name: text},
+            settings.http,
+            version=__version__,
+            context=context,
+            keys=keys,
+            objectives=settings.objectives,
+            default_class=settings.admission.default_class,
         )
         beside = [tasks.create_task(router.run())]
         if keys_file is not None:

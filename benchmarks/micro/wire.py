@@ -1,4 +1,4 @@
-"""The wire over loopback gRPC, worker and router in two processes: tokens/s of one session by streams a
+"""The wire over loopback TCP, worker and router in two processes: tokens/s of one session by streams a
 frame, bytes a frame, the way there and back, and the codec alone."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.member import MemberState
 from fleet.request import Request, Sampling, TokenLogprobs
 from fleet.wire import WorkerEnd, codec, session
-from fleet.wire.rpc import GrpcWire, serve
+from fleet.wire.rpc import TcpWire, serve
 
 SIZES = (1, 8, 64, 256)
-SETTINGS = session.WireSettings(backlog=1 << 30)
+SETTINGS = session.WireSettings(backlog=1 << 30, apart_s=0)
 
 
 def frame_of(streams: int) -> Frame:
@@ -81,7 +81,7 @@ async def measure(streams: int, merge: bool, frames: int, runs: int) -> None:
     assert process.stdout is not None
     try:
         address = (await process.stdout.readline()).decode().strip()
-        wire = GrpcWire(SETTINGS)
+        wire = TcpWire(SETTINGS)
         link = await wire.open(address)
         rates = []
         for _ in range(runs):

@@ -1,4 +1,4 @@
-"""The wire: one token session a (router, worker) pair, and a table of calls; gRPC or memory."""
+"""The wire: one token session a (router, worker) pair, and a table of calls; TCP or memory."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 One hub is a network. Workers serve at addresses, routers have names; what is sent arrives in order, after
 a delay. A fault holds messages back (`freeze`, `partition`, `slow`), breaks connections (`kill`, `cut`) or
-spoils a call; how it is noticed is the business of `session.py`, as over gRPC. Nothing is random.
+spoils a call; how it is noticed is the business of `session.py`, as over TCP. Nothing is random.
 
 Where processes share a loop (`virtual_time.Process`), a worker's part of a session or call runs in the
 process that serves it: what is sent to a stopped one waits in its sockets, and delays are on no one's clock.

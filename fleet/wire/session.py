@@ -1,6 +1,6 @@
 """One token session: two ends over any pipe of bytes, with heartbeats, limits and one reason why it ended.
 
-The same over gRPC and in memory. Either end sends a heartbeat (empty bytes) after half of `heartbeat_s` in
+The same over TCP and in memory. Either end sends a heartbeat (empty bytes) after half of `heartbeat_s` in
 which it had nothing to say, and takes a peer that says nothing, or takes nothing, for three of them for
 lost: a frozen process, a half-open connection and a dead host are all found in bounded time.
 """

@@ -7,6 +7,7 @@ import math
 import random
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -15,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import grpc
-import grpc.aio
 import pytest
 
 from fleet import virtual_time
@@ -27,7 +26,6 @@ from fleet.errors import (
     FleetError,
     Internal,
     TooLarge,
-    Unavailable,
     WorkerLost,
 )
 from fleet.events import KvDigest, KvSnapshot, LoadReport
@@ -48,7 +46,7 @@ from fleet.member import MemberState
 from fleet.request import FinishReason, Request, Sampling, Usage
 from fleet.wire import Session, Wire, WireServer, WorkerEnd, WorkerService
 from fleet.wire.memory import Direction, MemoryHub, Spoilt
-from fleet.wire.rpc import GrpcWire, RouterPipe, serve
+from fleet.wire.rpc import TcpWire, serve
 from fleet.wire.session import WireSettings, merge
 
 REQUEST = Request(RequestId("r"), "m", (1, 2, 3), Sampling(max_tokens=4))
@@ -116,7 +114,7 @@ class MemoryNet:
         return self.hub.wire()
 
 
-class GrpcNet:
+class TcpNet:
     def __init__(self, settings: WireSettings) -> None:
         self._settings = settings
 
@@ -124,7 +122,7 @@ class GrpcNet:
         return await serve(service, settings=self._settings)
 
     def wire(self) -> Wire:
-        return GrpcWire(self._settings)
+        return TcpWire(self._settings)
 
 
 Scenario = Callable[[Net], Coroutine[Any, Any, None]]
@@ -136,7 +134,7 @@ async def within(seconds: float, scenario: Coroutine[Any, Any, None]) -> None:
         await scenario
 
 
-@pytest.fixture(params=["memory", "grpc"])
+@pytest.fixture(params=["memory", "tcp"])
 def play(request: pytest.FixtureRequest) -> Play:
     """Plays a scenario on one wire: in virtual time, or over real sockets."""
 
@@ -146,13 +144,13 @@ def play(request: pytest.FixtureRequest) -> Play:
 
         virtual_time.run(main(), horizon_s=3600)
 
-    def on_grpc(scenario: Scenario, settings: WireSettings | None = None) -> None:
+    def on_tcp(scenario: Scenario, settings: WireSettings | None = None) -> None:
         async def main() -> None:
-            await within(60, scenario(GrpcNet(settings or WireSettings())))
+            await within(60, scenario(TcpNet(settings or WireSettings())))
 
         asyncio.run(main())
 
-    return on_memory if request.param == "memory" else on_grpc
+    return on_memory if request.param == "memory" else on_tcp
 
 
 @asynccontextmanager
@@ -652,6 +650,32 @@ def test_the_same_scenario_takes_the_same_steps() -> None:
 
 # --- real processes and sockets ---
 
+END = struct.pack("<IB", 0, 1)
+
+
+def said(data: bytes) -> bytes:
+    """As it is on the connection."""
+    return struct.pack("<IB", len(data), 0) + data
+
+
+async def raw(address: str, *data: bytes) -> bytes:
+    """Sends this, and returns the name of the error that the worker ended with; empty: none."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    heard = b""
+    with suppress(ConnectionError):
+        writer.write(b"".join(data))
+        while more := await reader.read(1 << 16):
+            heard += more
+    writer.close()
+    last = b""
+    while len(heard) >= 5:
+        length, kind = struct.unpack_from("<IB", heard)
+        last = heard[5 : 5 + length] if kind else last
+        heard = heard[5 + length :]
+    return last.partition(b"\n")[0]
+
+
 PEER = Path(__file__).with_name("wire_peer.py")
 
 
@@ -677,7 +701,7 @@ def live(scenario: Coroutine[Any, Any, None]) -> None:
 @pytest.mark.live
 def test_a_worker_killed_for_real_is_lost_after_its_last_token() -> None:
     async def scenario() -> None:
-        wire = GrpcWire(WireSettings(heartbeat_s=20))  # far beyond this test: the broken connection tells
+        wire = TcpWire(WireSettings(heartbeat_s=20))  # far beyond this test: the broken connection tells
         async with peer("worker", 20) as (process, address):
             session = await wire.open(address)
             await anext(session)
@@ -697,7 +721,7 @@ def test_a_worker_stopped_for_real_is_lost_by_its_silence() -> None:
     settings = WireSettings(heartbeat_s=0.5, connect_s=2.0)
 
     async def scenario() -> None:
-        wire = GrpcWire(settings)
+        wire = TcpWire(settings)
         async with peer("worker", 0.5) as (process, address):
             session = await wire.open(address)
             await anext(session)
@@ -735,32 +759,9 @@ def test_a_router_killed_or_stopped_for_real_is_closed_once(how: signal.Signals)
 
 
 @pytest.mark.live
-def test_writing_to_a_finished_stream_is_an_ended_session() -> None:
-    """gRPC raises `asyncio.InvalidStateError` there, no error of its own: it must not end a task."""
-
-    async def scenario() -> None:
-        async def session(_: object, context: Any) -> None:
-            await context.send_initial_metadata(())
-
-        server = grpc.aio.server()
-        rows: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(session)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", rows),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call: Any = channel.stream_stream("/a.B/Session")()
-            await call.code()
-            with pytest.raises(Unavailable):
-                await RouterPipe(call).write(b"late")
-        await server.stop(0)
-
-    live(scenario())
-
-
-@pytest.mark.live
 def test_a_router_that_stood_still_itself_does_not_blame_the_worker() -> None:
     async def scenario() -> None:
-        wire = GrpcWire(WireSettings(heartbeat_s=0.5))
+        wire = TcpWire(WireSettings(heartbeat_s=0.5))
         async with peer("worker", 2.0) as (_, address):
             session = await wire.open(address)
             for _ in range(3):
@@ -779,29 +780,17 @@ def test_rubbish_from_a_raw_client_leaves_the_server_alive() -> None:
 
     async def scenario() -> None:
         service = Recorder()
-        settings = WireSettings(message_bytes=1 << 20)
+        settings = WireSettings(message_bytes=1 << 20, connect_s=0.5)
         server = await serve(service, settings=settings)
-        host, _, port = server.address.rpartition(":")
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            for data in [b"\xff", b"\x80\x04\x95cos\nsystem\n", *(dice.randbytes(64) for _ in range(20))]:
-                call: Any = channel.stream_stream("/pdfleet.v1.Worker/Session")()
-                await call.write(data)
-                await call.done_writing()
-                await call.read()
-                assert await call.code() in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
-            too_large: Any = channel.stream_stream("/pdfleet.v1.Worker/Session")()
-            await too_large.write(bytes(2 << 20))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await too_large.read()
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            for path in ("Drain", "Nothing", "Session"):
-                call = channel.unary_unary(f"/pdfleet.v1.Worker/{path}")
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await call(b"\xff\xff\xff")
-        for data in [b"GET / HTTP/1.1\r\n\r\n", dice.randbytes(1000)]:
-            with socket.create_connection((host, int(port))) as raw:
-                raw.sendall(data)
-        wire = GrpcWire(settings)
+        for data in [b"\xff", b"\x80\x04\x95cos\nsystem\n", *(dice.randbytes(64) for _ in range(20))]:
+            assert await raw(server.address, said(b"Session"), said(data), END) in (b"", b"BadRequest")
+        assert await raw(server.address, said(b"Session"), said(bytes(2 << 20))) in (b"", b"TooLarge")
+        assert await raw(server.address, said(bytes(65))) == b""
+        assert await raw(server.address, said(b"Drain"), said(b"\xff\xff\xff")) == b"BadRequest"
+        assert await raw(server.address, said(b"Nothing"), said(b"")) == b"NotFound"
+        for data in [b"", b"\x05\0", END, b"GET / HTTP/1.1\r\n\r\n", dice.randbytes(1000)]:
+            assert await raw(server.address, data) == b""
+        wire = TcpWire(settings)
         assert await wire.status(server.address, 30) == REPORT
         session = await wire.open(server.address)
         session.send(CANCEL)
@@ -816,29 +805,28 @@ def test_rubbish_from_a_raw_client_leaves_the_server_alive() -> None:
 @pytest.mark.live
 def test_a_worker_that_speaks_rubbish_is_lost() -> None:
     async def scenario() -> None:
-        async def session(_: object, context: Any) -> None:
-            await context.write(b"\xff")
-            await context.read()
+        async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            name = (await reader.readexactly(5 + 6))[5:]
+            if name == b"Sessio":
+                writer.write(said(b"") + said(b"\xff"))
+                await reader.read()
+            elif name == b"Status":
+                writer.write(said(b"\xff"))
+            else:
+                writer.write(struct.pack("<IB", 9, 1) + b"Strange\nx")
+            writer.close()
 
-        async def answer(_: bytes, __: object) -> bytes:
-            return b"\xff"
-
-        server = grpc.aio.server()
-        rows: dict[str, Any] = {
-            "Session": grpc.stream_stream_rpc_method_handler(session),
-            "Status": grpc.unary_unary_rpc_method_handler(answer),
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdfleet.v1.Worker", rows),))
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        wire = GrpcWire()
+        server = await asyncio.start_server(attend, "127.0.0.1", 0)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        wire = TcpWire()
         assert "cannot be read" in (await lost(await wire.open(address))).message
         with pytest.raises(Internal, match="cannot be read"):
             await wire.status(address, 30)
         with pytest.raises(Internal):
-            await wire.snapshot(address, 30)  # no such method there
+            await wire.snapshot(address, 30)
         await wire.close()
-        await server.stop(0)
+        server.close()
+        await server.wait_closed()
 
     live(scenario())
 

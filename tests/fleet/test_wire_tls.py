@@ -17,7 +17,7 @@ from fleet.member import MemberState
 from fleet.settings import ControlSettings, SettingsError
 from fleet.tls import Tls
 from fleet.wire import WorkerEnd
-from fleet.wire.rpc import GrpcWire, serve
+from fleet.wire.rpc import TcpWire, serve
 from fleet.wire.session import WireSettings
 
 SHORT = WireSettings(connect_s=2.0)
@@ -66,7 +66,7 @@ def test_both_with_certificates_of_one_authority(ca: trustme.CA) -> None:
     async def main() -> None:
         service = Service()
         server = await serve(service, settings=SHORT, tls=identity(ca, "127.0.0.1"))
-        wire = GrpcWire(SHORT, identity(ca, "router.example"))
+        wire = TcpWire(SHORT, identity(ca, "router.example"))
         session = await wire.open(server.address)
         assert await wire.status(server.address, 10) == REPORT
         assert (service.sessions, service.calls) == (1, 1)
@@ -99,7 +99,7 @@ def test_others_are_refused(ca: trustme.CA, kind: str) -> None:
     async def main() -> None:
         service = Service()
         server = await serve(service, settings=SHORT, tls=worker)
-        wire = GrpcWire(SHORT, client)
+        wire = TcpWire(SHORT, client)
         with pytest.raises(WorkerLost):
             await wire.open(server.address)
         with pytest.raises(FleetError):

@@ -13,7 +13,7 @@ from fleet.handoff import Cancel, CancelReason, Frame, Token, ToWorker
 from fleet.ids import Incarnation, WorkerId
 from fleet.member import MemberState
 from fleet.wire import WorkerEnd
-from fleet.wire.rpc import GrpcWire, serve
+from fleet.wire.rpc import TcpWire, serve
 from fleet.wire.session import WireSettings
 
 
@@ -57,7 +57,7 @@ async def worker(settings: WireSettings) -> None:
 
 
 async def router(settings: WireSettings, address: str) -> None:
-    session = await GrpcWire(settings).open(address)
+    session = await TcpWire(settings).open(address)
     session.send(Cancel(1, CancelReason.CLIENT))
     print("open", flush=True)
     async for _ in session:
