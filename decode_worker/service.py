@@ -7,6 +7,7 @@ import contextlib
 import logging
 from dataclasses import replace
 
+from decode_worker.pull_speed import PullSpeed
 from engine.intake import Intake
 from engine.loop import Engine
 from engine.tell import figures, tell
@@ -47,7 +48,7 @@ class DecodeService:
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._first: dict[str, asyncio.Future[tuple[int, ...]]] = {}
         """By stream: the first tokens of a prompt that is still being computed."""
-        self._pull_bytes_s: float | None = None
+        self._pull_speed = PullSpeed()
         self._model = engine.fingerprint.digest()
 
     def accept(self, stream: Stream) -> None:
@@ -162,7 +163,7 @@ class DecodeService:
         else:
             if moved:
                 stream.started(Stage.PULL_ENDED)
-                self._measure(moved, seconds)
+                self._pull_speed.add(moved, seconds, asyncio.get_running_loop().time())
         proven = have * size if have < needed else max(ticket.tokens, cached * size)
         self._counters["pulled_tokens"] += max(0, proven - cached * size)
         return proven
@@ -178,11 +179,6 @@ class DecodeService:
                 await self._engine.matcher(constraint, ())
 
         return asyncio.get_running_loop().create_task(compile())
-
-    def _measure(self, count: int, seconds: float) -> None:
-        if seconds > 0:
-            rate = count / seconds
-            self._pull_bytes_s = rate if self._pull_bytes_s is None else 0.8 * self._pull_bytes_s + 0.2 * rate
 
     def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
         first = self._first.get(stream.id)
@@ -213,7 +209,7 @@ class DecodeService:
 
     def report(self, base: LoadReport) -> LoadReport:
         report = figures(base, self._engine.load(), {**self._transfer.counters(), **self._counters})
-        return replace(report, pull_bytes_s=self._pull_bytes_s)
+        return replace(report, pull_bytes_s=self._pull_speed.bytes_s(asyncio.get_running_loop().time()))
 
     def busy(self) -> bool:
         load = self._engine.load()

@@ -36,6 +36,9 @@ class Speeds:
 
     weight: float = 0.1
     """Of the newest step."""
+    most: float = 4.0
+    """A step counts for at most so many times what it should have taken by the steps before: a process that
+    stood still for seconds is not a model that takes seconds, and routers would send it nothing for long."""
     _prompt: tuple[float, float] | None = None
     """Prompt tokens, seconds: of steps with prompt tokens."""
     _decode: tuple[float, float] | None = None
@@ -51,6 +54,8 @@ class Speeds:
     def _mix(self, old: tuple[float, float] | None, count: float, seconds: float) -> tuple[float, float]:
         if old is None:
             return (count, seconds)
+        if old[1] > 0:
+            seconds = min(seconds, self.most * old[1] * max(1.0, count / old[0]))
         return (old[0] + self.weight * (count - old[0]), old[1] + self.weight * (seconds - old[1]))
 
     @property

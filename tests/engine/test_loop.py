@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.latency_runner import LatencyModel, LatencyRunner, ToyModel, reference_tokens
-from engine.loop import Engine
+from engine.loop import Engine, Speeds
 from engine.runner import Runner
 from engine.settings import EngineSettings
 from engine.words import (
     Batch,
     BatchResult,
     CancelledSequence,
+    Chunk,
     Drawn,
     Finished,
     Held,
@@ -551,3 +552,19 @@ def test_an_idle_engine_does_nothing_until_it_is_woken() -> None:
 def test_two_models_that_agree_continue_each_other_and_others_do_not() -> None:
     prompt, sampling = tuple(range(9)), new("x", range(9)).sampling
     assert reference_tokens(prompt, sampling, model=ToyModel(tokens=50)) != reference_tokens(prompt, sampling)
+
+
+def test_a_process_that_stood_still_for_a_moment_has_not_become_slow() -> None:
+    decode = Batch((Chunk(0, (1,), 3, (9,), True, Sampling(max_tokens=9)),))
+    prompt = Batch((Chunk(0, tuple(range(100)), 0, (1, 2, 3), False, Sampling(max_tokens=9)),))
+    speeds = Speeds()
+    for batch, usual_s in ((decode, 0.01), (prompt, 0.1)):
+        for seconds in (usual_s, usual_s, 8.0):
+            speeds.add(batch, seconds)
+    assert speeds.decode_step_s is not None
+    assert speeds.decode_step_s < 0.02
+    assert speeds.prefill_tokens_s is not None
+    assert speeds.prefill_tokens_s > 500
+    for _ in range(60):  # but one that is slow from now on is soon known to be
+        speeds.add(decode, 0.5)
+    assert speeds.decode_step_s > 0.4
