@@ -35,6 +35,21 @@ def _for_browsers(ingress: Ingress, settings: HttpSettings) -> CORSMiddleware:
     )
 
 
+def _notice_silence(listener: socket.socket, limit_s: float) -> None:
+    """A client whose host or network is gone says nothing, not even that it left: after `limit_s` seconds its
+    connection counts as closed, whether it is written to or waited for. Accepted sockets inherit this."""
+    probe_s = max(1, round(limit_s / 4))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", probe_s),
+        ("TCP_KEEPINTVL", probe_s),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", round(limit_s * 1000)),
+    ):
+        if hasattr(socket, name):  # the last is Linux's own
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class HttpServer:
     """Listens from `start` on."""
 
@@ -50,6 +65,7 @@ class HttpServer:
         listener = socket.create_server(
             (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
         )
+        _notice_silence(listener, settings.write_timeout_s)
         config = uvicorn.Config(
             _for_browsers(ingress, settings) if settings.cors_origins else ingress,
             http=bounded(settings),
