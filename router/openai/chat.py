@@ -122,12 +122,21 @@ def template_variables(body: ChatBody, settings: HttpSettings) -> dict[str, Any]
 
 def history(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates know them: one each, content always text. BadRequest names the message."""
-    called: set[str] = set()
-    return [_turn(message, f"messages[{at}]", called) for at, message in enumerate(messages)]
+    called: dict[str, str] = {}
+    turns = [_turn(message, f"messages[{at}]", called) for at, message in enumerate(messages)]
+    answered = {message.tool_call_id for message in messages if message.role == "tool"}
+    for id, where in called.items():
+        if id not in answered:
+            # A model that sees its call unanswered makes the result up.
+            shown = id if len(id) < 50 else id[:50] + "…"
+            raise BadRequest(
+                f"{where}: the call {shown!r} is answered by no message of role tool", param=where
+            )
+    return turns
 
 
-def _turn(message: Message, where: str, called: set[str]) -> dict[str, Any]:
-    """`called`: ids of the calls so far, to which those of this message are added."""
+def _turn(message: Message, where: str, called: dict[str, str]) -> dict[str, Any]:
+    """`called`: ids of the calls so far and where they are; those of this message are added."""
     # Many templates know no "developer" and would drop the message without a word; it is the newer "system".
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": _content(message, f"{where}.content")}
@@ -149,7 +158,7 @@ def _turn(message: Message, where: str, called: set[str]) -> dict[str, Any]:
             raise BadRequest(
                 f"{where}.tool_calls: only an assistant calls tools", param=f"{where}.tool_calls"
             )
-        called.update(call.id for call in message.tool_calls)
+        called.update(dict.fromkeys((call.id for call in message.tool_calls), f"{where}.tool_calls"))
         turn["tool_calls"] = [
             {
                 "id": call.id,
