@@ -24,7 +24,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_SPIN_LIMIT = 2_000_000
+_SPIN_LIMIT = 200_000
 """Turns of the loop without the clock moving, after which something polls without ever sleeping."""
 
 
@@ -123,6 +123,21 @@ def true_time() -> float:
     """The loop's clock, whatever the clock of the process that asks says."""
     loop = asyncio.get_running_loop()
     return loop.true_time() if isinstance(loop, VirtualTimeLoop) else loop.time()
+
+
+async def true_sleep_until(when: float) -> None:
+    """Until the loop's clock says `when`, exactly: on a process's own clock a wait is rounded."""
+    due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    timer = outside(asyncio.get_running_loop().call_at, when, _settle, due)
+    try:
+        await due
+    finally:
+        timer.cancel()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class VirtualTimeLoop(BaseEventLoop):

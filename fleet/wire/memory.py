@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from fleet.errors import DeadlineExceeded, FleetError, Unavailable, WorkerLost, error_named
-from fleet.virtual_time import true_time
+from fleet.virtual_time import true_sleep_until, true_time
 from fleet.wire import WorkerService
 from fleet.wire.calls import CALLS, Caller
 from fleet.wire.session import RouterSession, WireSettings, WorkerSessions
@@ -82,8 +82,8 @@ class _Way:
             if not self._items or self._hub.holds(*self.route):
                 self.moved.clear()
                 await self.moved.wait()
-            elif (wait_s := self._items[0][0] - true_time()) > 0:
-                await asyncio.sleep(wait_s)
+            elif (due := self._items[0][0]) > true_time():
+                await true_sleep_until(due)
             elif (item := self._items[0][1]) is None:
                 raise Unavailable(self._cut)  # the item stays: whoever reads again is told again
             else:

@@ -713,6 +713,7 @@ async def _client(game: Play, client: Client) -> Answer:
     if client.router not in game.box.routers:
         answer.lost = True  # nobody listens there
         return answer
+    asked = true_time()
     asking = asyncio.create_task(game.box.ask_over(client.router, client.request, answer, client.stop_after))
     with suppress(TimeoutError):
         await asyncio.wait_for(asking, client.vanish_after)
