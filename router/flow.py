@@ -90,7 +90,8 @@ class Flow:
         self.records = Records(settings.flow.records)
         self.counters: Counter[str] = Counter()
         """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
-        `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `refusals` and
+        `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `early_legs`
+        (begun while the prompt was being computed), `early_handoffs` (of those, gone on with), `refusals` and
         `failovers`; and of admission `queued` and `shed`."""
         self._change = asyncio.Event()
         self._queued: dict[RequestId, _Run] = {}
@@ -497,8 +498,8 @@ class _Run:
         early = self.early
         if early is None:
             return
-        words = [said.message or str(said.finish) for said in early.stream.unread() if isinstance(said, Ended)]
-        why = words[0] if words else str(early.stream.error)
+        ends = [said for said in early.stream.unread() if isinstance(said, Ended)]
+        why = (ends[0].message or str(ends[0].finish)) if ends else str(early.stream.error)
         self._drop_early(CancelReason.MOVED)
         self.early_avoid.add(early.choice.incarnation)
         self.record.move(HandoffState.PREFILLING, self.loop.time(), why, early.choice.worker)
@@ -531,6 +532,7 @@ class _Run:
             early.stream.on_end = None
             early.link.drop(early.stream, reason)
             self.flow.roster.settle(early.choice.worker, self.request.id)
+            self.flow.turn()
 
     def _choose(self, gone: set[Incarnation]) -> _Found | None:
         now = self.loop.time()

@@ -16,9 +16,12 @@ from fleet.handoff import (
     DecodeJob,
     Ended,
     Frame,
+    Lent,
     Prefilled,
     PrefillJob,
+    Proceed,
     Release,
+    Renew,
     Scored,
     Started,
     Token,
@@ -33,7 +36,7 @@ from router.settings import WatchSettings
 
 log = logging.getLogger(__name__)
 
-Said = Started | Scored | Prefilled | Token | Ended
+Said = Started | Scored | Lent | Prefilled | Token | Ended
 _GOOD = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -43,7 +46,7 @@ class Stream:
     To be read by one reader. A loss is raised after all that was said before it has been read.
     """
 
-    __slots__ = ("_error", "_said", "_urgent", "_waiter", "heard_at", "number", "over", "spoke")
+    __slots__ = ("_said", "_urgent", "_waiter", "error", "heard_at", "number", "on_end", "over", "spoke")
 
     def __init__(self, number: int, now: float) -> None:
         self.number = number
@@ -53,8 +56,11 @@ class Stream:
         """Whether a token came."""
         self.over = False
         """The worker has had its last word, or is not there to have it."""
+        self.error: Exception | None = None
+        """Why it is not there."""
+        self.on_end: Callable[[], None] | None = None
+        """Called when it ends, for whoever does not read it yet."""
         self._said: deque[Said] = deque()
-        self._error: Exception | None = None
         self._urgent: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -66,12 +72,16 @@ class Stream:
         elif isinstance(said, Token):
             self.spoke = True
         self._wake()
+        if self.over and self.on_end is not None:
+            self.on_end()
 
     def fail(self, error: Exception) -> None:
         """The reader gets it when it has read the rest; the first error stays."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
             self._wake()
+            if self.on_end is not None:
+                self.on_end()
 
     def interrupt(self, error: Exception) -> None:
         """The reader gets it next; what it has not read it never will."""
@@ -97,7 +107,7 @@ class Stream:
 
     async def __anext__(self) -> Said:
         while self._urgent is not None or not self._said:
-            if (error := self._urgent or self._error) is not None:
+            if (error := self._urgent or self.error) is not None:
                 raise error
             if self.over:
                 raise StopAsyncIteration
@@ -190,6 +200,17 @@ class Link:
             with contextlib.suppress(WorkerLost):  # A worker cancels all that a lost session held.
                 self._send(Cancel(stream.number, reason))
 
+    def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
+        """The first tokens of a job that was dispatched without. Raises `WorkerLost` when its session is
+        gone."""
+        if self._streams.get(stream.number) is not stream:
+            raise WorkerLost(f"worker {self.card.id} does not have the request any more")
+        self._send(Proceed(stream.number, generated))
+
+    def renew(self, lease: LeaseId) -> None:
+        """Raises `WorkerLost` when no session is open."""
+        self._send(Renew(lease))
+
     def release(self, lease: LeaseId) -> None:
         """Now, or when the session is open again."""
         try:
@@ -216,6 +237,9 @@ class Link:
         for scored in frame.scored:
             if (stream := streams.get(scored.stream)) is not None:
                 stream.put(scored, now)
+        for lent in frame.lent:
+            if (stream := streams.get(lent.stream)) is not None:
+                stream.put(lent, now)
         for prefilled in frame.prefilled:
             if (stream := streams.pop(prefilled.stream, None)) is not None:
                 stream.put(prefilled, now)
