@@ -10,26 +10,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable
-from enum import StrEnum
+from collections.abc import Collection, Iterable
 
 import msgspec
 
+from fleet.objectives import CLASS_NAME
+
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-class SloClass(StrEnum):
-    """How urgent a key's requests are to the engines' queues."""
-
-    INTERACTIVE = "interactive"
-    STANDARD = "standard"
-    BATCH = "batch"
-
-    @property
-    def priority(self) -> int:
-        """`Request.priority`: larger runs first."""
-        return {SloClass.INTERACTIVE: 1, SloClass.STANDARD: 0, SloClass.BATCH: -1}[self]
 
 
 class ApiKey(
@@ -46,7 +34,10 @@ class ApiKey(
     """Of the key, in hex. Keys are drawn with 256 bits, so a slow hash would protect nothing more."""
     tenant: str
     """Whose key it is: several keys of a tenant share cached prompts, two tenants never do."""
-    slo_class: SloClass = SloClass.STANDARD
+    slo_class: str = ""
+    """Objectives and priority of its requests, by name. Empty: the routers' default."""
+    weight: float = 1.0
+    """Share of the fleet against other tenants, where there is not enough for all."""
     requests_per_minute: int = 0
     """0: no limit, as for the two below."""
     tokens_per_minute: int = 0
@@ -58,6 +49,10 @@ class ApiKey(
             raise ValueError("sha256 must be 64 hex digits in lower case")
         if not _TENANT.fullmatch(self.tenant):
             raise ValueError("tenant must be 1 to 64 letters, digits, dots, hyphens or underscores")
+        if self.slo_class and not CLASS_NAME.fullmatch(self.slo_class):
+            raise ValueError("class must be the name of one: small letters, digits and hyphens")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError("weight must be a number above 0")
         for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
@@ -90,7 +85,7 @@ def read_file(text: str) -> tuple[ApiKey, ...]:
 
 
 def read_list(text: str) -> tuple[ApiKey, ...]:
-    """From TENANT:KEY, several separated by commas: no limits, the standard class. ValueError."""
+    """From TENANT:KEY, several separated by commas: no limits, the default class. ValueError."""
     keys: list[ApiKey] = []
     for number, entry in enumerate((part.strip() for part in text.split(",")), 1):
         tenant, separator, key = entry.partition(":")
@@ -98,6 +93,15 @@ def read_list(text: str) -> tuple[ApiKey, ...]:
             raise ValueError(f"entry {number} is not TENANT:KEY with a key of 16 characters or more")
         keys.append(ApiKey(sha256=digest(key), tenant=tenant))
     return tuple(keys)
+
+
+def check_classes(keys: Iterable[ApiKey], classes: Collection[str]) -> None:
+    """ValueError: a key has a class that is not there."""
+    for key in keys:
+        if key.slo_class and key.slo_class not in classes:
+            raise ValueError(
+                f"a key of {key.tenant} has the class {key.slo_class}; there are: {', '.join(classes)}"
+            )
 
 
 def find(keys: Iterable[ApiKey], presented: bytes) -> ApiKey | None:

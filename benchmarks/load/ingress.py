@@ -22,7 +22,7 @@ from fleet.stages import Timeline
 from router.openai.asgi import Ingress
 from router.openai.server import HttpServer
 from router.openai.settings import HttpSettings
-from router.run import RunEnd, RunToken
+from router.run import RunEnd, RunToken, Terms
 from router.text.tokenizer import ModelText
 
 MODEL = "bytes"
@@ -52,7 +52,7 @@ class _Run:
 
 
 class _Spine:
-    def start(self, request: Request, timeline: Timeline) -> _Run:
+    def start(self, request: Request, timeline: Timeline, terms: Terms | None = None) -> _Run:
         return _Run(request)
 
     def models(self) -> tuple[str, ...]:

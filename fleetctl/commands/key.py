@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fleet.api_keys import ApiKey, SloClass, digest, read_file
+from fleet.api_keys import ApiKey, digest, read_file
 from fleet.errors import BadRequest, FleetError, Unavailable
 from fleetctl.options import fail
 
@@ -24,11 +24,12 @@ def key() -> None:
 @click.option(
     "--class",
     "slo_class",
-    type=click.Choice([kind.value for kind in SloClass]),
-    default=SloClass.STANDARD.value,
-    show_default=True,
-    help="How urgent its requests are.",
+    metavar="NAME",
+    default="",
+    help="Objectives and priority of its requests: interactive, standard, batch or one of your own; without "
+    "it, the routers' default.",
 )
+@click.option("--weight", type=float, default=1.0, help="Share of the fleet against other tenants.")
 @click.option("--requests-per-minute", type=click.IntRange(0), default=0, help="0: no limit.")
 @click.option("--tokens-per-minute", type=click.IntRange(0), default=0, help="0: no limit.")
 @click.option("--concurrent-requests", type=click.IntRange(0), default=0, help="0: no limit.")
@@ -41,6 +42,7 @@ def key() -> None:
 def new_command(
     tenant: str,
     slo_class: str,
+    weight: float,
     requests_per_minute: int,
     tokens_per_minute: int,
     concurrent_requests: int,
@@ -54,7 +56,8 @@ def new_command(
             line = ApiKey(
                 sha256=digest(drawn),
                 tenant=tenant,
-                slo_class=SloClass(slo_class),
+                slo_class=slo_class,
+                weight=weight,
                 requests_per_minute=requests_per_minute,
                 tokens_per_minute=tokens_per_minute,
                 concurrent_requests=concurrent_requests,

@@ -16,6 +16,7 @@ from fleet.api_keys import ApiKey
 from fleet.errors import FleetError, Overloaded, TooLarge
 from fleet.handoff import CancelReason
 from fleet.ids import new_request_id
+from fleet.objectives import CLASSES, STANDARD, Objectives
 from fleet.stages import Stage, Timeline
 from router.openai import chat, completions, responses, tokens
 from router.openai.app import admin_app
@@ -80,9 +81,12 @@ class Ingress:
         version: str = "",
         context: Callable[[str], int | None] = lambda model: None,
         keys: Sequence[ApiKey] = (),
+        objectives: Mapping[str, Objectives] = CLASSES,
+        default_class: str = STANDARD,
     ) -> None:
         """`models` by served name. `context(model)` is the longest sequence that workers hold now, in
-        tokens; None: unknown, the model's own context counts. Without `keys` anybody may ask."""
+        tokens; None: unknown, the model's own context counts. Without `keys` anybody may ask.
+        `objectives`: classes of requests by name."""
         self.spine = spine
         self.models = dict(models)
         self.settings = settings
@@ -91,7 +95,7 @@ class Ingress:
         """Set when the process is about to leave: not ready any more."""
         self.exchanges: set[_Exchange] = set()
         self._context = context
-        self._callers = Callers(keys, settings.salt_secret)
+        self._callers = Callers(keys, settings.salt_secret, objectives, default_class)
         self._routes: dict[str, Prepare] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completions,
@@ -152,12 +156,13 @@ class Ingress:
         return await self._app(scope, receive, send_named)
 
     def _who(self, scope: Scope) -> tuple[Caller, FleetError | None]:
-        """Who asks, and why that is nobody."""
-        if self._callers.anybody or scope["path"] in self.open_paths:
+        """Who asks on which terms, and why that is nobody."""
+        if scope["path"] in self.open_paths:
             return ANYBODY, None
         given = next((value for name, value in scope["headers"] if name == b"authorization"), None)
         try:
-            return self._callers.caller(given), None
+            caller = self._callers.caller(given)
+            return self._callers.asked(caller, scope["headers"], self.settings.deadline_s), None
         except FleetError as error:
             return ANYBODY, error
 
@@ -423,7 +428,7 @@ class _Exchange:
                 choice.timeline = Timeline(accepted)
                 choice.timeline.mark(Stage.ACCEPTED, accepted)
                 choice.timeline.mark(Stage.TOKENIZED, now)
-                choice.run = self._ingress.spine.start(choice.request, choice.timeline)
+                choice.run = self._ingress.spine.start(choice.request, choice.timeline, self._caller.terms)
 
     async def stop(self, reason: CancelReason) -> None:
         if self._job is not None:

@@ -1,12 +1,25 @@
-"""Who may ask, and how much: API keys, their tenants and their limits. Pure."""
+"""Who may ask, how much and on which terms: API keys, their tenants, limits and classes. Pure.
+
+A request may choose another class than its key's, and ask for more than its class promises, by headers:
+
+    x-slo-class: batch          a class of no higher priority than the key's own; without keys, any
+    x-slo-ttft-ms: 500          a shorter time to the first token than the class's
+    x-deadline-ms: 20000        the last byte within this time, or an error; at most http.deadline_s
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from fleet.api_keys import ApiKey, find, salt
-from fleet.errors import Overloaded, Unauthorized
+from fleet.api_keys import ApiKey, check_classes, find, salt
+from fleet.errors import BadRequest, Overloaded, Unauthorized
+from fleet.objectives import CLASSES, STANDARD, Objectives
+from router.run import Terms
+
+CLASS, TTFT, DEADLINE = b"x-slo-class", b"x-slo-ttft-ms", b"x-deadline-ms"
+_HEADERS = frozenset((CLASS, TTFT, DEADLINE))
 
 
 class _Bucket:
@@ -80,15 +93,19 @@ class Quota:
             self._tokens.take(tokens)
 
 
+_STANDARD = Terms(STANDARD, CLASSES[STANDARD])
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks."""
 
     salt: str = ""
     """`Request.salt`."""
-    priority: int = 0
-    """`Request.priority`."""
     quota: Quota | None = None
+    terms: Terms = _STANDARD
+    deadline_s: float = math.inf
+    """What it asked for; the ingress's own limit holds besides."""
 
 
 ANYBODY = Caller()
@@ -97,26 +114,38 @@ ANYBODY = Caller()
 class Callers:
     """All that may ask; anybody, where there were no keys at the start."""
 
-    def __init__(self, keys: Sequence[ApiKey] = (), salt_secret: str = "") -> None:
+    def __init__(
+        self,
+        keys: Sequence[ApiKey] = (),
+        salt_secret: str = "",
+        objectives: Mapping[str, Objectives] = CLASSES,
+        default_class: str = STANDARD,
+    ) -> None:
         self._salt_secret = salt_secret
+        self._objectives = objectives
+        self._default_class = default_class
+        self.anyone = Caller(terms=Terms(default_class, objectives[default_class]))
         self._callers: Mapping[ApiKey, Caller] = {}
         self.anybody = not keys
         self.change(keys)
 
     def change(self, keys: Sequence[ApiKey]) -> None:
-        """These and no others from now on. Without any left nobody gets in."""
+        """These and no others from now on. Without any left nobody gets in. ValueError: a class is none."""
+        check_classes(keys, self._objectives)
         quotas = {key.sha256: caller.quota for key, caller in self._callers.items()}
         callers: dict[ApiKey, Caller] = {}
         for key in keys:
             quota = quotas.get(key.sha256) or Quota(key)
             quota.now_of(key)
-            callers[key] = Caller(salt(key.tenant, self._salt_secret), key.slo_class.priority, quota)
+            name = key.slo_class or self._default_class
+            terms = Terms(name, self._objectives[name], key.tenant, key.weight)
+            callers[key] = Caller(salt(key.tenant, self._salt_secret), quota, terms)
         self._callers = callers
 
     def caller(self, authorization: bytes | None) -> Caller:
         """By the value of the Authorization header. Raises `Unauthorized`."""
         if self.anybody:
-            return ANYBODY
+            return self.anyone
         scheme, _, presented = (authorization or b"").strip().partition(b" ")
         if not presented or scheme.lower() != b"bearer":
             raise Unauthorized("an API key is needed: send Authorization: Bearer KEY")
@@ -124,3 +153,53 @@ class Callers:
         if key is None:
             raise Unauthorized("this API key is not known")
         return self._callers[key]
+
+    def asked(self, caller: Caller, headers: Iterable[tuple[bytes, bytes]], deadline_s: float) -> Caller:
+        """With what the headers of one request ask for. BadRequest names the header. `deadline_s`: the most
+        that may be asked for."""
+        given = {name: value.strip() for name, value in headers if name in _HEADERS}
+        if not given:
+            return caller
+        terms = caller.terms
+        if CLASS in given:
+            terms = self._of_class(terms, given[CLASS])
+        promised = terms.objectives
+        ttft_ms = deadline_ms = None
+        if TTFT in given:
+            most = promised.ttft_ms or deadline_s * 1000
+            ttft_ms = _milliseconds(TTFT, given[TTFT], most, f"that of the class {terms.slo_class}")
+        if DEADLINE in given:
+            most = deadline_s * 1000
+            deadline_ms = _milliseconds(DEADLINE, given[DEADLINE], most, "setting http.deadline_s")
+        promised = promised.tightened(ttft_ms=ttft_ms, e2e_ms=deadline_ms)
+        within_s = math.inf if deadline_ms is None else deadline_ms / 1000
+        return replace(caller, terms=replace(terms, objectives=promised), deadline_s=within_s)
+
+    def _of_class(self, terms: Terms, value: bytes) -> Terms:
+        name = value.decode("latin-1")
+        wanted = self._objectives.get(name)
+        if wanted is None:
+            shown = name if len(name) <= 40 else name[:40] + "…"
+            raise BadRequest(
+                f"{CLASS.decode()}: there is no class {shown!r}; there are: {', '.join(self._objectives)}",
+                param=CLASS.decode(),
+            )
+        if not self.anybody and wanted.priority > terms.objectives.priority:
+            raise BadRequest(
+                f"{CLASS.decode()}: this API key has the class {terms.slo_class}; {name} is of a higher "
+                "priority, which only another key gives",
+                param=CLASS.decode(),
+            )
+        return replace(terms, slo_class=name, objectives=wanted)
+
+
+def _milliseconds(header: bytes, value: bytes, most: float, whose: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number <= most:
+        raise BadRequest(
+            f"{header.decode()} must be a number of ms from 1 to {most:g} ({whose})", param=header.decode()
+        )
+    return number

@@ -31,7 +31,7 @@ class Endpoint:
     """Seconds since 1970, to be shown."""
     include_usage: bool
     caller: Caller = ANYBODY
-    """Salt and priority come from here alone, whatever a body says."""
+    """Salt, priority and deadline come from here alone, whatever a body says."""
 
 
 def include_usage(body: Body) -> bool:
@@ -85,8 +85,8 @@ def choices_of(
             prompt,
             replace(first, seed=(first.seed + k) % 2**63) if k else first,
             salt=endpoint.caller.salt,
-            priority=endpoint.caller.priority,
-            deadline_s=endpoint.settings.deadline_s,
+            priority=endpoint.caller.terms.objectives.priority,
+            deadline_s=min(endpoint.settings.deadline_s, endpoint.caller.deadline_s),
             constraint=constraint,
         )
         answer = Answer(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from fleet.api_keys import ApiKey, read_file
+from fleet.api_keys import ApiKey, check_classes, read_file
 
 log = logging.getLogger(__name__)
 
@@ -16,8 +16,9 @@ class KeysFile:
     """One file, and keys `besides` that stay. Looked at every now and then: files that are mounted into
     containers tell nobody of a change."""
 
-    def __init__(self, file: Path, besides: tuple[ApiKey, ...] = ()) -> None:
+    def __init__(self, file: Path, classes: Collection[str], besides: tuple[ApiKey, ...] = ()) -> None:
         self._file = file
+        self._classes = classes
         self._besides = besides
         self._seen = self._state()
 
@@ -25,7 +26,9 @@ class KeysFile:
         """All keys. OSError: it cannot be read; ValueError: it is no file of keys. Neither shows it."""
         # Before the text: what changes in between is noticed at the next look.
         self._seen = self._state()
-        return (*read_file(self._file.read_text("utf-8")), *self._besides)
+        keys = read_file(self._file.read_text("utf-8"))
+        check_classes(keys, self._classes)
+        return (*keys, *self._besides)
 
     async def follow(self, changed: Callable[[tuple[ApiKey, ...]], None], every_s: float) -> None:
         """Calls `changed` with the keys of each new version, for ever. One that is missing or broken is

@@ -22,7 +22,7 @@ from fleet.stages import Stage, Timeline
 from router.openai.asgi import Ingress
 from router.openai.server import HttpServer
 from router.openai.settings import HttpSettings
-from router.run import RunEnd, RunToken
+from router.run import RunEnd, RunToken, Terms
 from router.text.tokenizer import ModelText, TextSettings
 
 MODEL = "tiny/model-1"
@@ -39,8 +39,11 @@ after a stop token."""
 
 
 class ScriptedRun:
-    def __init__(self, spine: ScriptedSpine, request: Request, timeline: Timeline) -> None:
+    def __init__(
+        self, spine: ScriptedSpine, request: Request, timeline: Timeline, terms: Terms | None
+    ) -> None:
         self.request = request
+        self.terms = terms
         self.reasons: list[CancelReason] = []
         self.ended = False
         self._spine = spine
@@ -115,8 +118,8 @@ class ScriptedSpine:
         self.not_ready: str | None = None
         self.stopped = asyncio.Event()
 
-    def start(self, request: Request, timeline: Timeline) -> ScriptedRun:
-        run = ScriptedRun(self, request, timeline)
+    def start(self, request: Request, timeline: Timeline, terms: Terms | None = None) -> ScriptedRun:
+        run = ScriptedRun(self, request, timeline, terms)
         self.runs.append(run)
         return run
 

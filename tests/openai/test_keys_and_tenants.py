@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from fleet.api_keys import ApiKey, SloClass, digest, find, read_file, read_list, salt
+from fleet.api_keys import ApiKey, digest, find, read_file, read_list, salt
 from fleet.errors import Overloaded, Unauthorized
+from fleet.objectives import CLASSES
 from router.openai.callers import Callers, Quota
 from router.openai.keys_file import KeysFile
 
@@ -127,8 +128,8 @@ def test_metrics_may_be_open(serve: Any, says: Any) -> None:
 
 def test_tenant_and_class_come_from_the_key_alone(serve: Any, says: Any) -> None:
     keys = [
-        entry(SECRET, "acme", slo_class=SloClass.INTERACTIVE),
-        entry(OTHER, "zeta", slo_class=SloClass.BATCH),
+        entry(SECRET, "acme", slo_class="interactive"),
+        entry(OTHER, "zeta", slo_class="batch"),
     ]
     internal = {
         "salt": "x", "cache_salt": "x", "tenant": "zeta", "priority": 99, "worker": "w", "worker_id": "w",
@@ -277,9 +278,9 @@ def test_secrets_are_shown_nowhere(serve: Any, says: Any, caplog: pytest.LogCapt
 
 def test_keys_files() -> None:
     plain = entry().line()
-    full = entry(OTHER, "zeta", slo_class=SloClass.BATCH, tokens_per_minute=5).line()
+    full = entry(OTHER, "zeta", slo_class="batch", tokens_per_minute=5).line()
     keys = read_file(f"# keys\n\n{plain}\n{full}\n")
-    assert keys == (entry(), entry(OTHER, "zeta", slo_class=SloClass.BATCH, tokens_per_minute=5))
+    assert keys == (entry(), entry(OTHER, "zeta", slo_class="batch", tokens_per_minute=5))
     assert find(keys, OTHER.encode()) == keys[1]
     assert find(keys, b"\xff") is None
     for text, told in (
@@ -290,7 +291,8 @@ def test_keys_files() -> None:
         ('{"sha256": "' + SECRET + '", "tenant": "a"}', "64 hex digits"),
         (plain.replace("acme", "a b"), "tenant"),
         (plain.replace("acme", "a").replace("}", ',"requests_per_minute":-1}'), "negative"),
-        (plain.replace("}", ',"class":"gold"}'), "line 1"),
+        (plain.replace("}", ',"class":"Gold"}'), "line 1"),
+        (plain.replace("}", ',"weight":0}'), "line 1"),
     ):
         with pytest.raises(ValueError, match=told) as wrong:
             read_file(text)
@@ -319,7 +321,7 @@ def test_a_changed_file_of_keys_holds_without_a_restart(
     go = asyncio.Event()
 
     async def main() -> None:
-        keys = KeysFile(file, read_list(f"zeta:{OTHER}"))
+        keys = KeysFile(file, CLASSES, read_list(f"zeta:{OTHER}"))
         async with serve(lambda request: [go, 1], keys=keys.read()) as site:
 
             def ask(key: str) -> Any:
