@@ -257,6 +257,8 @@ class MemoryHub:
             try:
                 await connection.to_router.put(b"")  # tells the router that the session is taken
                 await host.sessions.attend(_Pipe(connection.to_router, connection.to_worker, False))
+            except Unavailable:
+                pass  # the router gave up before this process came to it
             finally:
                 self._connections.pop(connection, None)
                 connection.cut("the worker ended the session")

@@ -24,7 +24,7 @@ from whole_fleet import MODEL, Answer, Box, BoxRouter, BoxWorker
 from engine.latency_runner import LatencyModel
 from engine.settings import EngineSettings
 from fleet.chassis import ChassisSettings
-from fleet.errors import DeadlineExceeded, Overloaded, Unavailable
+from fleet.errors import BadRequest, DeadlineExceeded, Overloaded, Unavailable
 from fleet.ids import RequestId, WorkerId
 from fleet.member import MemberState, Role
 from fleet.registry.store import StoreAway
@@ -424,6 +424,23 @@ def _drain(play: Play, fault: Fault) -> Undo | None:
     return nothing
 
 
+def _turn(play: Play, fault: Fault) -> Undo | None:
+    """A worker takes the other role, and its own again."""
+    worker = play.worker(fault.who[0])
+    if worker is None or worker.process.stopped or worker.chassis.card.state is not MemberState.READY:
+        return None
+    other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+    limit_s = 0.0 if fault.detail == "at once" else 3.0
+    worker.process.call(worker.chassis.begin_turn, other, limit_s)
+
+    def back() -> None:
+        if worker not in play.box.dead:
+            with suppress(Unavailable):  # it leaves
+                worker.process.call(worker.chassis.begin_turn, worker.role, limit_s)
+
+    return back
+
+
 def _grow(play: Play, fault: Fault) -> Undo | None:
     """A worker more, which leaves again: scaled up, then down."""
     role = Role(fault.detail)
@@ -584,6 +601,7 @@ KINDS: dict[str, Kind] = {
     "freeze of a worker": Kind("worker", _freeze, 3.0, ("", "", "for ever")),
     "freeze of a router": Kind("router", _freeze, 1.0, ("", "", "for ever")),
     "drain": Kind("worker", _drain, 2.0, ("", "at once")),
+    "role": Kind("worker", _turn, 2.0, ("", "at once")),
     "scale": Kind("fleet", _grow, 1.0, ("prefill", "decode")),
     "bus": Kind("fleet", _bus, 2.0, ("lose", "late", "twice", "away")),
     "bus cut": Kind("process", _bus_cut, 1.0, ("mute", "deaf", "both")),
@@ -730,7 +748,9 @@ async def _client(game: Play, client: Client) -> Answer:
 def _judge(game: Play, client: Client, answer: Answer, begun: float, problems: list[str]) -> str:
     """How the client fared; what is wrong with it goes to the problems."""
     request, schedule = client.request, game.schedule
-    truth = game.box.truth(request)
+    whole = game.box.truth(request)
+    room = schedule.blocks * schedule.engine.block_size + 1 - len(request.prompt)
+    truth = whole[: max(0, room)]
     who = f"{request.id} at {client.router}"
     if answer.tokens != truth[: len(answer.tokens)]:
         problems.append(f"{who}: wrong text {answer.tokens}, not {truth}")
@@ -742,6 +762,8 @@ def _judge(game: Play, client: Client, answer: Answer, begun: float, problems: l
         problems.append(f"{who}: {answer.ends} ends")
     if answer.error is not None:
         name = type(answer.error).__name__
+        if room < 1 and isinstance(answer.error, BadRequest):
+            return "too long"
         due = schedule.safe and client.router == SAFE_ROUTER and request.deadline_s == DEADLINE_S
         if due or not isinstance(answer.error, FAIR):
             problems.append(f"{who}: {name}: {answer.error}")
@@ -784,6 +806,9 @@ async def _whole_again(game: Play) -> None:
         for worker in box.workers.values():
             if not hasattr(worker, "service") or not worker.service.idle():
                 return f"{worker.id} is not idle"
+            card = worker.chassis.card
+            if (card.role, card.state) != (worker.role, MemberState.READY):
+                return f"{worker.id} is {card.state}, a {card.role} worker"
         for router in box.routers.values():
             if not router.knows_all():
                 return f"{router.name} does not know all workers"
