@@ -21,6 +21,20 @@ from router.text.split import Split
 _encode = msgspec.json.Encoder().encode
 
 
+def shown_tokens(logged: Sequence[LoggedToken], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Log-probabilities as chats and responses show them."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        piece = vocabulary.piece(token)
+        text = piece.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(piece)}
+
+    return [
+        {**shown(one.token, one.logprobs.logprob), "top_logprobs": [shown(*top) for top in one.logprobs.top]}
+        for one in logged
+    ]
+
+
 class ChatLayout:
     """`chat.completion` and `chat.completion.chunk`."""
 
@@ -100,19 +114,7 @@ class ChatLayout:
         return {"prompt_logprobs": listed(choice, self._prompt_logprobs, self._vocabulary)}
 
     def _log(self, logged: Sequence[LoggedToken]) -> bytes:
-        return _encode({"content": [self._entry(item) for item in logged], "refusal": None})
-
-    def _entry(self, item: LoggedToken) -> dict[str, Any]:
-        top = [self._token(token, logprob) for token, logprob in item.logprobs.top]
-        return {**self._token(item.token, item.logprobs.logprob), "top_logprobs": top}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._vocabulary.piece(token)
-        return {
-            "token": piece.decode("utf-8", "replace"),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(piece),
-        }
+        return _encode({"content": shown_tokens(logged, self._vocabulary), "refusal": None})
 
 
 class PartedLayout(ChatLayout):

@@ -16,11 +16,12 @@ from msgspec import Meta
 from fleet.errors import BadRequest, FleetError, Overloaded
 from fleet.request import Usage
 from router.openai import chat
-from router.openai.chat_layout import PartedLayout
+from router.openai.chat_layout import PartedLayout, shown_tokens
 from router.openai.job import Endpoint
 from router.openai.messages import ChatBody, Count, decode, parse
 from router.openai.stream import Choice, Job
 from router.text.answer import LoggedToken
+from router.text.detokenize import Vocabulary
 from router.text.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from router.text.split import Split
 from router.text.tokenizer import ModelText
@@ -58,8 +59,12 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Any = None
     truncation: str | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     max_tool_calls: int | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())
 
 
 _DECODER = msgspec.json.Decoder(ResponsesBody)
@@ -70,8 +75,9 @@ _RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-_INCLUDED = ("reasoning.encrypted_content",)
-"""Asks for what is never there; clients of reasoning models send it always."""
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = ("reasoning.encrypted_content", _LOGPROBS)
+"""The first asks for what is never there; clients of reasoning models send it always."""
 
 
 def decode_responses(data: bytes) -> ResponsesBody:
@@ -86,8 +92,11 @@ def decode_responses(data: bytes) -> ResponsesBody:
         _refuse("background", "background is not supported; use stream")
     if body.truncation not in (None, "disabled"):
         _refuse("truncation", "truncation must be disabled: no part of an input is left out")
-    if body.top_logprobs or set(body.include or ()) - set(_INCLUDED):
-        _refuse("include", "include and top_logprobs are not supported; /v1/chat/completions has logprobs")
+    for name in body.include or ():
+        if name not in _INCLUDED:
+            _refuse("include", f"include: {name[:50]!r} is not supported; {', '.join(_INCLUDED)} are")
+    if body.top_logprobs and not body.logprobs:
+        _refuse("top_logprobs", f'top_logprobs needs include to be ["{_LOGPROBS}"]')
     for name in ("prompt", "max_tool_calls"):
         if getattr(body, name) is not None:
             _refuse(name, f"{name} is not supported; leave it out")
@@ -105,7 +114,10 @@ async def prepare(body: ResponsesBody, text: ModelText, endpoint: Endpoint) -> J
     except BadRequest as error:
         raise _in_our_words(error) from error
     split = job.layout.splits[0] if isinstance(job.layout, PartedLayout) else None
-    layout = ResponsesLayout(f"resp_{job.choices[0].request.id}", endpoint.created, body, split)
+    if body.logprobs and split is not None:
+        _refuse("include", "include: logprobs are not shown beside tools or reasoning here, but in a chat's")
+    id = f"resp_{job.choices[0].request.id}"
+    layout = ResponsesLayout(id, endpoint.created, body, split, text.vocabulary)
     return Job(layout, job.choices, job.stream, include_usage=True, done=b"", failed=layout.failed)
 
 
@@ -113,6 +125,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     """The same request as a chat's body, checked as such."""
     fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     fields |= {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if body.text is not None and body.text.format is not None:
@@ -215,13 +229,15 @@ class _Item:
     call_id: str = ""
     status: str = "in_progress"
     text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of the tokens of the text, where they were asked for."""
 
     def shown(self) -> dict[str, Any]:
         text = "".join(self.text)
         head: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": text}
-        part = _reasoning_part(text) if self.kind == "reasoning" else _text_part(text)
+        part = _reasoning_part(text) if self.kind == "reasoning" else _text_part(text, self.logprobs)
         content = [] if self.status == "in_progress" else [part]
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
@@ -231,8 +247,11 @@ class _Item:
 class ResponsesLayout:
     """`response`, and the events by which it grows: one answer, in items of words, reasoning and calls."""
 
-    def __init__(self, id: str, created: int, body: ResponsesBody, split: Split | None) -> None:
+    def __init__(
+        self, id: str, created: int, body: ResponsesBody, split: Split | None, vocabulary: Vocabulary
+    ) -> None:
         self._split = split
+        self._vocabulary = vocabulary
         self._number = 0
         self._items: list[_Item] = []
         self._finish = ""
@@ -254,7 +273,7 @@ class ResponsesLayout:
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
-            "top_logprobs": 0,
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "user": body.user,
@@ -268,7 +287,8 @@ class ResponsesLayout:
         )
 
     def delta(self, choice: Choice, text: str, logged: Sequence[LoggedToken]) -> bytes:
-        return self._grow(self._split.feed(text) if self._split else [Content(text)])
+        parts: Sequence[Part] = self._split.feed(text) if self._split else [Content(text)]
+        return self._grow(parts, shown_tokens(logged, self._vocabulary))
 
     def closing(self, choice: Choice, logged: Sequence[LoggedToken]) -> bytes:
         """The usage is not known yet: the very last event comes with it."""
@@ -276,6 +296,8 @@ class ResponsesLayout:
         frames = self._grow(self._split.end() if self._split else [])
         if not self._items:
             frames += self._open(_Item("message", _id("msg")))
+        # Of tokens that are no text, or are cut off with a stop string.
+        self._items[-1].logprobs += shown_tokens(logged, self._vocabulary)
         return frames + self._close(self._status())
 
     def usage(self, usage: Usage) -> bytes:
@@ -283,7 +305,7 @@ class ResponsesLayout:
         return self._event(f"response.{status}", response=self._shown(status, usage))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        self.delta(choices[0], "".join(choices[0].text), ())
+        self.delta(choices[0], "".join(choices[0].text), choices[0].logged)
         self.closing(choices[0], ())
         return _encode(self._shown(self._status(), usage))
 
@@ -294,13 +316,14 @@ class ResponsesLayout:
         told = {"code": code, "message": error.message}
         return self._event("response.failed", response=self._shown("failed") | {"error": told})
 
-    def _grow(self, parts: Sequence[Part]) -> bytes:
+    def _grow(self, parts: Sequence[Part], logprobs: list[dict[str, Any]] | None = None) -> bytes:
         frames = b""
         for part in parts:
             match part:
                 case Content(text):
                     if text:
-                        frames += self._in("message", "msg") + self._add("response.output_text.delta", text)
+                        frames += self._in("message", "msg")
+                        frames += self._add("response.output_text.delta", text, logprobs=logprobs or [])
                 case Reasoning(text):
                     if text:
                         frames += self._in("reasoning", "rs") + self._add(
@@ -328,9 +351,9 @@ class ResponsesLayout:
             frames += self._event("response.content_part.added", **self._place(), part=_text_part(""))
         return frames
 
-    def _add(self, kind: str, text: str) -> bytes:
+    def _add(self, kind: str, text: str, **more: list[dict[str, Any]]) -> bytes:
         self._items[-1].text.append(text)
-        more: dict[str, Any] = {"logprobs": []} if kind == "response.output_text.delta" else {}
+        self._items[-1].logprobs += more.get("logprobs", ())
         return self._event(kind, **self._place(), delta=text, **more)
 
     def _close(self, status: str) -> bytes:
@@ -346,8 +369,9 @@ class ResponsesLayout:
         elif item.kind == "reasoning":
             frames = self._event("response.reasoning_text.done", **self._place(), text=text)
         else:
-            frames = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-            frames += self._event("response.content_part.done", **self._place(), part=_text_part(text))
+            place, logged = self._place(), item.logprobs
+            frames = self._event("response.output_text.done", **place, text=text, logprobs=logged)
+            frames += self._event("response.content_part.done", **place, part=_text_part(text, logged))
         return frames + self._event(
             "response.output_item.done", output_index=len(self._items) - 1, item=item.shown()
         )
@@ -390,8 +414,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
 def _reasoning_part(text: str) -> dict[str, Any]:

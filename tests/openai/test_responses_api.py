@@ -144,6 +144,42 @@ def test_an_answer_without_text(serve: Any, says: Any) -> None:
     asyncio.run(main())
 
 
+def test_logprobs(serve: Any, says: Any, calling: ModelText) -> None:
+    """They are those of the same chat, whole and streamed, and their bytes are the text."""
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+    async def main() -> None:
+        async with serve(says("Hello 😀 there, fox")) as site, client(site) as api:
+            whole = await api.responses.create(model=MODEL, input="hi", **asked)
+            (item,) = whole.output
+            assert item.type == "message"
+            (part,) = item.content
+            assert part.type == "output_text"
+            assert part.logprobs is not None
+            said = b"".join(bytes(one.bytes) for one in part.logprobs)
+            assert said.removesuffix(b"<|im_end|>").decode() == whole.output_text
+            assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+            stream = await api.responses.create(model=MODEL, input="hi", stream=True, **asked)
+            seen = [event async for event in stream]
+            deltas = [event for event in seen if event.type == "response.output_text.delta"]
+            assert all(event.logprobs for event in deltas)
+            (done,) = [event for event in seen if event.type == "response.output_text.done"]
+            grown = [one.token for event in deltas for one in event.logprobs]
+            every = [one.token for one in part.logprobs]
+            assert grown == every[: len(grown)]
+            assert [one.token for one in done.logprobs] == every
+            chat = (await site.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]
+            assert [one.model_dump() for one in part.logprobs] == chat["content"]
+            none = await api.responses.create(model=MODEL, input="hi")
+            assert none.output[0].content[0].logprobs == []  # type: ignore[union-attr]
+        async with serve(says("x"), model_text=calling) as site:
+            refused = await ask(site, tools=[TOOL], include=asked["include"])
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "include"
+
+    asyncio.run(main())
+
+
 def test_a_fault_in_the_middle(serve: Any, text: Any) -> None:
     tokens = text._encode("Hello there", False)
 
@@ -250,7 +286,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"top_logprobs": -1, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"input": []}, "input"),
     ({"input": [5]}, "input"),
