@@ -58,8 +58,10 @@ class Fleet:
         await asyncio.gather(self.router_task, return_exceptions=True)
         await self.start()
 
-    async def add(self, of: WorkerCard, script: Script | None = None) -> ScriptedWorker:
-        worker = ScriptedWorker(of, script)
+    async def add(
+        self, of: WorkerCard, script: Script | None = None, worker: ScriptedWorker | None = None
+    ) -> ScriptedWorker:
+        worker = worker or ScriptedWorker(of, script)
         bus = self.bus.bus()
 
         async def tell() -> None:

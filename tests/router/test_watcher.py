@@ -11,8 +11,9 @@ from scripted_worker import PRINT, Script, ScriptedWorker, card, request
 
 from fleet.bus import BusMessage
 from fleet.card_codec import encode_card
-from fleet.events import kv_subject, load_subject
-from fleet.ids import WorkerId
+from fleet.events import BlocksStored, kv_subject, load_subject
+from fleet.ids import Incarnation, WorkerId
+from fleet.kv_log import PART_BLOCKS, KvLog
 from fleet.member import MemberState, Role, worker_key
 from fleet.registry.memory import MemoryHub as RegistryHub
 
@@ -103,6 +104,56 @@ def test_a_router_that_restarts_learns_what_is_cached() -> None:
         await fleet.until(lambda: index_is_true(fleet))
 
     in_fleet(body)
+
+
+def test_large_snapshots_are_taken_in_part_by_part_while_the_router_serves() -> None:
+    """No more than one part of any worker in a turn of the loop, however many are asked at once."""
+    parts, workers = 5, 4
+
+    async def body(fleet: Fleet) -> None:
+        index = fleet.router.index
+        for number in range(workers):
+            of = card(f"d{number}")
+            worker = ScriptedWorker(of)
+            worker.kv = KvLog(of.id, of.incarnation, parts * PART_BLOCKS)
+            worker.cached = set(range(number << 32, (number << 32) + parts * PART_BLOCKS))
+            worker.kv.record([BlocksStored(tuple(worker.cached))])
+            await fleet.add(of, worker=worker)
+        turns = 0
+        while index.size < workers * parts * PART_BLOCKS:
+            before = index.size
+            await asyncio.sleep(0)
+            assert index.size - before <= PART_BLOCKS
+            turns += 1
+        assert turns >= workers * parts
+        await fleet.until(lambda: index_is_true(fleet) and fleet.router.counters["snapshots"] == workers)
+        assert sum(w.snapshots for w in fleet.workers.values()) == workers * parts, "and each is asked once"
+
+    in_fleet(body, prefill=(), decode=())
+
+
+def test_a_worker_reborn_in_the_middle_of_its_snapshot_is_asked_again() -> None:
+    async def body(fleet: Fleet) -> None:
+        of = card("d1")
+        first, again = ScriptedWorker(of), ScriptedWorker(replace(of, incarnation=Incarnation("d1.2")))
+        for worker in (first, again):
+            worker.kv = KvLog(of.id, worker.card.incarnation, 3 * PART_BLOCKS)
+        first.cached = set(range(3 * PART_BLOCKS))
+        again.cached = {5, 6}
+        for worker in (first, again):
+            worker.kv.record([BlocksStored(tuple(worker.cached))])
+        fleet.wire.slow("router", of.address, 0.01)
+        await fleet.add(of, worker=first)
+        await fleet.until(lambda: fleet.router.index.size > 0)
+        assert fleet.router.index.unproven()
+        fleet.kill(D1)
+        await fleet.add(again.card, worker=again)
+        await fleet.until(lambda: index_is_true(fleet))
+        assert fleet.router.index.holds(D1) == {5, 6}
+        await fleet.settle()
+        assert fleet.router.index.holds(D1) == {5, 6}
+
+    in_fleet(body, prefill=(), decode=())
 
 
 def test_a_worker_that_never_answers_holds_up_nobody() -> None:
