@@ -83,9 +83,13 @@ class LoopbackHub:
         port.thawed.set()
 
     def detach(self, address: str) -> None:
+        """The source stops serving, of its own will: reads of its blocks have ended when this returns."""
         port = self._ports.pop(address, None)
         if port is not None:
+            served = [served for connection in port.connections for served in connection.served]
             self._break(port)
+            for read in served:
+                read.end()
 
     def port(self, address: str) -> _Port:
         port = self._ports.get(address)
@@ -216,7 +220,8 @@ class LoopbackConnection:
         self._region = region
         self._settings = settings
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._served: dict[_Served, None] = {}
+        self.served: dict[_Served, None] = {}
+        """Reads under way."""
 
     @property
     def ends(self) -> tuple[_Port, _Port]:
@@ -230,7 +235,7 @@ class LoopbackConnection:
         if not self._broken.done():
             self._broken.set_result(None)
             self._port.connections.remove(self)
-            for served in self._served:
+            for served in self.served:
                 self._at(served.end)
 
     async def _or_broken(self, seconds: float) -> None:
@@ -284,7 +289,7 @@ class LoopbackConnection:
             self._at(served.end)
             raise
         finally:
-            self._served.pop(served, None)
+            self.served.pop(served, None)
         await self._or_broken(hub.latency_s + port.delay_s)
         if served.reading.checksums:
             verify(self._region, chunk, served.reading.checksums)
@@ -303,7 +308,7 @@ class LoopbackConnection:
         if self._broken.done():
             served.end()
         else:
-            self._served[served] = None
+            self.served[served] = None
 
     def _copy(self, reading: Reading, chunk: Chunk) -> None:
         remote, own = self._port.source.region.array, self._region.array
@@ -324,13 +329,6 @@ class LoopbackConnection:
             case Damage.SWAPPED:
                 last[:] = remote[reading.blocks[-1] - 1]
         self._hub.damaged += bool((last != remote[reading.blocks[-1]]).any())
-
-    async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
-        self._hub.tap(self._own.address, self._port.address, "ready")
-        await self._or_broken(self._hub.latency_s + self._port.delay_s)
-        answer = await self._at_source(self._port.source.ready(lease, have, wait_s))
-        await self._or_broken(self._hub.latency_s + self._port.delay_s)
-        return answer
 
     async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
         self._hub.tap(self._own.address, self._port.address, "ready")
@@ -368,14 +366,15 @@ async def _elsewhere(
     """Runs in the port's process. Who is cancelled, or whose path breaks, does not wait for it: it may stand
     still for ever."""
     task = asyncio.get_running_loop().create_task(work, context=port.context.copy())
+    task.add_done_callback(_ignored)
     waits: set[asyncio.Future[Any]] = {task} if broken is None else {task, broken}
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
-        task.add_done_callback(_ignored)
         raise TransferFailed("the source is gone")
     return task.result()
 
 
 def _ignored(task: asyncio.Task[Any]) -> None:
+    """Whoever waits is told what it raised; nobody may."""
     if not task.cancelled():
         task.exception()
