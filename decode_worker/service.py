@@ -89,7 +89,8 @@ class DecodeService:
             reservation = await self._engine.reserve(ready)
             proven = reservation.cached * self._engine.layout.block_size
             try:
-                proven = await self._pull(stream, reservation, ticket, None)
+                proven, error = await self._pull(stream, reservation, ticket, None)
+                self._lacking(stream, error)
             finally:
                 # Also after a cancel: the pull has ended for sure, so the blocks may be used again.
                 self._engine.filled(new.id, proven)
@@ -110,8 +111,10 @@ class DecodeService:
         try:
             async with self._transfer.keep(ticket):
                 reservation = await self._engine.reserve(new)
-                proven = await self._pull(stream, reservation, ticket, first)
+                proven, error = await self._pull(stream, reservation, ticket, first)
             generated = await first
+            # Not before: a prompt that was given up ends its lease, too.
+            self._lacking(stream, error)
             ready = await self._intake.constrained(stream, replace(new, generated=generated))
             if ready is None:
                 self._engine.cancel(new.id)
@@ -135,13 +138,14 @@ class DecodeService:
         reservation: Reservation,
         ticket: KvTicket,
         first: asyncio.Future[tuple[int, ...]] | None,
-    ) -> int:
+    ) -> tuple[int, FleetError | None]:
         """Brings the blocks that are lacking; with `first`, which is done when the prompt is, part by part as
-        they become final. Returns of how many tokens the KV is here and proven."""
+        they become final. Returns of how many tokens the KV is here and proven, and why not of all."""
         size = self._engine.layout.block_size
         cached, have, needed = reservation.cached, reservation.cached, -(-ticket.tokens // size)
         self._counters["pull_hit_tokens"] += min(cached * size, ticket.tokens)
         moved, seconds = 0, 0.0
+        failure: FleetError | None = None
         try:
             while have < needed:
                 ready = needed if first is None else await self._transfer.ready(ticket, have)
@@ -158,15 +162,19 @@ class DecodeService:
                 if first is not None and not first.done():
                     self._counters["pulled_early_blocks"] += len(pairs)
         except (LeaseExpired, TransferFailed, BadRequest) as error:
-            self._counters["pulls_recomputed"] += 1
-            log.warning("request %s: KV did not come, computing it here: %s", stream.job.request.id, error)
+            failure = error
         else:
             if moved:
                 stream.started(Stage.PULL_ENDED)
                 self._pull_speed.add(moved, seconds, asyncio.get_running_loop().time())
         proven = have * size if have < needed else max(ticket.tokens, cached * size)
         self._counters["pulled_tokens"] += max(0, proven - cached * size)
-        return proven
+        return proven, failure
+
+    def _lacking(self, stream: Stream, error: FleetError | None) -> None:
+        if error is not None:
+            self._counters["pulls_recomputed"] += 1
+            log.warning("request %s: KV did not come, computing it here: %s", stream.job.request.id, error)
 
     def _compile(self, stream: Stream) -> asyncio.Task[None] | None:
         """The request's constraint, while its prompt is being computed: it is there when it is wanted."""
