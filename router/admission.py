@@ -381,14 +381,13 @@ class Admission:
 
     def head(self, model: str, now: float) -> RequestId | None:
         """Whose turn it is; None: nobody waits. `expired` was asked before."""
-        lane = self._lanes[model]
-        waiting = lane.waiting()
-        if not waiting:
+        lane = self._lanes.get(model)
+        if lane is None or not lane.count:
             return None
         aged = lane.aged(now, self._settings.aging_s)
         if aged is not None and lane.owed >= aged.cost:
             return aged.request.id
-        return waiting[0][1].next().request.id
+        return lane.waiting()[0][1].next().request.id
 
     def offer(self, request: RequestId, forecast: Forecast | None, now: float) -> Decision:
         """Whether the head goes now: ADMIT, and it has left the queue; or QUEUE, and nobody goes.

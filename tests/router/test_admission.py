@@ -1,0 +1,360 @@
+"""Admission: room, order, shares, refusals, and that nothing is ever refused that a lower load would refuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_worker import request
+
+from fleet.ids import RequestId
+from fleet.objectives import Objectives
+from router.admission import Act, Admission, Decision
+from router.forecast import Forecast, Ratio
+from router.run import Terms
+from router.settings import AdmissionMode, AdmissionSettings, FlowSettings
+
+ROOM = Forecast(
+    ahead_s=0.0, work_s=0.1, tpot_s=0.01, sequences=0, tokens=1000, rate=10_000.0, elsewhere=False
+)
+FULL = replace(ROOM, ahead_s=0.5)
+HIGH = Objectives(ttft_ms=1000, tpot_ms=50, priority=1)
+LOW = Objectives(ttft_ms=60_000, priority=-1, sheddable=True)
+
+
+def terms(objectives: Objectives = HIGH, tenant: str = "a", weight: float = 1.0) -> Terms:
+    return Terms("low" if objectives.sheddable else "high", objectives, tenant, weight)
+
+
+class Desk:
+    """Admission with a clock, and requests by number."""
+
+    def __init__(self, **settings: object) -> None:
+        self.admission = Admission(FlowSettings(), AdmissionSettings(**settings))  # type: ignore[arg-type]
+        self.now = 0.0
+        self.count = 0
+        self.refused: list[str] = []
+
+    def arrive(
+        self, of: Terms | None = None, forecast: Forecast = FULL, *, id: str = "", tokens: int = 8
+    ) -> Decision:
+        self.count += 1
+        made = request(id or f"r{self.count}", max_tokens=tokens)
+        self.admission.enter(made, self.now)
+        decision, refused = self.admission.arrive(made, of or terms(), forecast, self.now, self.now)
+        if refused is not None:
+            self.refused.append(refused[0])
+        if decision.act is Act.REFUSE:
+            self.admission.leave(made.id)
+        return decision
+
+    def next(self, forecast: Forecast | None = ROOM) -> str | None:
+        """Who goes now; after those who waited in vain were refused."""
+        self.refused += [id for id, _ in self.admission.expired(self.now)]
+        head = self.admission.head("m", self.now)
+        if head is None or self.admission.offer(head, forecast, self.now).act is not Act.ADMIT:
+            return None
+        return head
+
+    def drain(self) -> list[str]:
+        order = []
+        while (head := self.next()) is not None:
+            order.append(head)
+        return order
+
+
+def test_with_room_a_request_goes_at_once_and_without_it_waits() -> None:
+    desk = Desk()
+    admitted = desk.arrive(forecast=ROOM)
+    assert admitted.act is Act.ADMIT
+    assert admitted.why == "room: 0 ms of prompts ahead, 0 sequences"
+    assert admitted.ttft_s == pytest.approx(0.1)
+    assert admitted.tpot_s == pytest.approx(0.01)
+    queued = desk.arrive(forecast=FULL)
+    assert queued.act is Act.QUEUE
+    assert queued.why == "0.5 s of prompts are queued at its worker, more than 0.25 s"
+    # Room for one more does not let it pass those who wait.
+    assert desk.arrive(forecast=ROOM).act is Act.QUEUE
+    assert desk.next(FULL) is None
+    assert desk.drain() == ["r2", "r3"]
+
+
+@given(
+    st.floats(0, 0.25), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 3.99), st.integers(1, 10**6),
+    st.sampled_from([HIGH, LOW, Objectives()]), st.booleans(),
+)  # fmt: skip
+def test_with_free_capacity_no_request_waits_or_is_refused_whatever_is_promised(
+    ahead_s: float, work_s: float, tpot_s: float, sequences: float, tokens: int, of: Objectives, local: bool
+) -> None:
+    desk = Desk()
+    free = Forecast(ahead_s, work_s, tpot_s, sequences, tokens, 1000.0, local)
+    assert desk.arrive(terms(of), free).act is Act.ADMIT
+
+
+def test_a_short_objective_allows_a_short_queue_at_the_worker_only() -> None:
+    short = terms(Objectives(ttft_ms=200))
+    assert Desk().arrive(short, replace(ROOM, ahead_s=0.06)).act is Act.QUEUE
+    assert Desk().arrive(terms(), replace(ROOM, ahead_s=0.06)).act is Act.ADMIT
+
+
+def test_a_prompt_that_needs_no_prefill_worker_does_not_wait_for_one() -> None:
+    desk = Desk()
+    desk.arrive(forecast=FULL)
+    assert desk.arrive(forecast=replace(ROOM, elsewhere=True)).act is Act.ADMIT
+
+
+def test_the_order_is_priority_then_who_must_start_first_and_the_late_come_last() -> None:
+    desk = Desk()
+    desk.arrive(terms(replace(HIGH, priority=0, ttft_ms=5000)), id="low")
+    desk.arrive(terms(replace(HIGH, ttft_ms=3000)), id="patient")
+    desk.arrive(terms(replace(HIGH, ttft_ms=2000)), id="urgent")
+    desk.arrive(terms(replace(HIGH, ttft_ms=1000)), id="late")
+    desk.now = 0.8
+    assert desk.drain() == ["urgent", "patient", "late", "low"]
+    assert desk.refused == []
+
+
+def test_tenants_get_their_shares_whoever_asks_for_more() -> None:
+    desk = Desk()
+    for _ in range(90):
+        desk.arrive(terms(tenant="greedy"), id=f"greedy{desk.count}")
+    for _ in range(30):
+        desk.arrive(terms(tenant="modest"), id=f"modest{desk.count}")
+    first = Counter(name[:6] for name in desk.drain()[:60])
+    assert first == {"greedy": 30, "modest": 30}
+
+
+def test_shares_are_of_tokens_and_by_weight() -> None:
+    desk = Desk()
+    for _ in range(60):
+        desk.arrive(terms(tenant="heavy", weight=3.0), replace(FULL, tokens=2000), id=f"heavy{desk.count}")
+        desk.arrive(terms(tenant="light"), replace(FULL, tokens=1000), id=f"light{desk.count}")
+    first = Counter(name[:5] for name in desk.drain()[:50])
+    assert first["heavy"] == pytest.approx(30, abs=1), (
+        "thrice the tokens are one and a half times the prompts"
+    )
+
+
+def test_idle_time_saves_up_no_credit() -> None:
+    desk = Desk()
+    for _ in range(100):
+        desk.arrive(terms(tenant="busy"), ROOM)
+    for _ in range(10):
+        desk.arrive(terms(tenant="busy"), id=f"busy{desk.count}")
+        desk.arrive(terms(tenant="new"), id=f"new{desk.count}")
+    assert Counter(name[:3] for name in desk.drain()[:10]) == {"bus": 5, "new": 5}
+
+
+def test_a_sheddable_request_that_would_be_late_is_refused_with_when_to_come_back() -> None:
+    desk = Desk()
+    for _ in range(20):
+        desk.arrive(terms(), replace(FULL, tokens=10_000))
+    soon = replace(LOW, ttft_ms=5000)
+    decision = desk.arrive(terms(soon))
+    assert decision.act is Act.REFUSE
+    assert "it would be late (low is sheddable): 200160 tokens are ahead" in decision.why
+    assert decision.retry_after_s == pytest.approx(20.0, rel=0.05), "200,160 tokens at 10,000 a second"
+    assert decision.error().retry_after_s == decision.retry_after_s
+    assert desk.arrive(terms(LOW)).act is Act.QUEUE, "a minute is enough"
+    assert desk.arrive(terms(replace(soon, sheddable=False))).act is Act.QUEUE
+
+
+def test_those_who_become_late_while_they_wait() -> None:
+    desk = Desk()
+    desk.arrive(terms(replace(LOW, ttft_ms=1000)), id="sheddable")
+    desk.arrive(terms(replace(HIGH, ttft_ms=1000)), id="late")
+    desk.now = 2.0
+    assert desk.drain() == ["late"]
+    assert desk.refused == ["sheddable"]
+
+
+def test_nobody_waits_longer_than_the_limit() -> None:
+    desk = Desk(max_wait_s=5.0)
+    desk.arrive(terms(replace(HIGH, ttft_ms=None)))
+    desk.now = 4.9
+    assert desk.admission.expired(desk.now) == []
+    desk.now = 5.0
+    ((id, decision),) = desk.admission.expired(desk.now)
+    assert id == "r1"
+    assert decision.why == "it waited for 5 s (setting admission.max_wait_s)"
+    assert decision.retry_after_s >= 1
+
+
+def test_in_a_full_queue_the_late_give_way_then_the_youngest_of_the_lowest() -> None:
+    patient = replace(HIGH, ttft_ms=50_000)
+    desk = Desk(max_queued=3)
+    desk.arrive(terms(replace(HIGH, ttft_ms=700)), id="late")
+    desk.arrive(terms(LOW), id="old-batch")
+    desk.arrive(terms(LOW), id="new-batch")
+    desk.now = 1.0
+    desk.admission.expired(desk.now)
+    assert desk.arrive(terms(patient), id="a").act is Act.QUEUE
+    assert desk.arrive(terms(patient), id="b").act is Act.QUEUE
+    assert desk.arrive(terms(patient), id="c").act is Act.QUEUE
+    assert desk.refused == ["late", "new-batch", "old-batch"]
+    full = desk.arrive(terms(patient), id="d")
+    assert (full.act, full.why) == (Act.REFUSE, "3 requests wait here (setting admission.max_queued)")
+    assert desk.arrive(terms(LOW), id="e").act is Act.REFUSE
+    assert desk.admission.queued == 3
+
+
+def test_batch_is_not_let_in_where_it_would_break_what_others_were_promised() -> None:
+    crowded = replace(ROOM, sequences=20, tpot_s=0.06)
+    desk = Desk()
+    assert desk.arrive(terms(LOW), crowded).act is Act.ADMIT, "nobody was promised anything"
+    desk.arrive(terms(HIGH), ROOM, id="promised")
+    held = desk.arrive(terms(LOW), crowded, id="held")
+    assert held.why == "with 20 sequences a token would take 60 ms, more than 50 ms"
+    desk.admission.leave(RequestId("promised"))
+    assert desk.next(crowded) == "held"
+    # A lower one's promise binds nobody above it.
+    desk.arrive(terms(replace(LOW, tpot_ms=50)), ROOM)
+    assert desk.arrive(terms(replace(HIGH, tpot_ms=100)), crowded).act is Act.ADMIT
+
+
+def test_a_decode_worker_is_given_a_few_sequences_whatever_it_takes() -> None:
+    slow = replace(ROOM, tpot_s=9.0)
+    assert Desk().arrive(forecast=replace(slow, sequences=3.9)).act is Act.ADMIT
+    assert Desk().arrive(forecast=replace(slow, sequences=4)).act is Act.QUEUE
+
+
+def test_batch_is_never_starved() -> None:
+    """A tenth of the tokens goes to what has waited for ten seconds, though high priority never runs out."""
+    desk = Desk()
+    batch, promised = replace(LOW, ttft_ms=None), replace(HIGH, ttft_ms=None)
+    for n in range(3):
+        desk.arrive(terms(batch), replace(FULL, tokens=5000), id=f"batch{n}")
+    went: list[str] = []
+    while sum(name.startswith("batch") for name in went) < 3:
+        desk.now += 0.1
+        desk.arrive(terms(promised), id=f"high{desk.count}")
+        head = desk.next()
+        assert head is not None
+        went.append(head)
+        assert len(went) < 1000
+    at = [n for n, name in enumerate(went) if name.startswith("batch")]
+    assert [went[n] for n in at] == ["batch0", "batch1", "batch2"]
+    assert at[0] == pytest.approx(100 + 5008 / (0.1 * 1008), abs=2)
+    assert at[2] - at[1] == pytest.approx(5008 / (0.1 * 1008), abs=2)
+
+
+def test_an_old_one_regards_no_promise_any_more() -> None:
+    crowded = replace(ROOM, sequences=20, tpot_s=0.06)
+    desk = Desk(aging_s=1.0, aged_share=0.9)
+    desk.arrive(terms(), ROOM)
+    desk.arrive(terms(replace(LOW, ttft_ms=None)), crowded, id="batch")
+    desk.now = 2.0
+    for n in range(2):
+        desk.arrive(terms(replace(HIGH, ttft_ms=None)), FULL, id=f"high{n}")
+        assert desk.next() == f"high{n}"
+    desk.arrive(terms(replace(HIGH, ttft_ms=None)), FULL, id="high")
+    assert desk.next(crowded) == "batch"
+
+
+@given(
+    st.floats(0, 100), st.floats(0, 100), st.integers(0, 60), st.integers(0, 60),
+    st.integers(1, 5000), st.sampled_from([HIGH, LOW, replace(LOW, ttft_ms=3000), replace(LOW, priority=1)]),
+)  # fmt: skip
+def test_what_is_refused_at_some_load_is_refused_at_any_higher_one(
+    ahead: float, more_ahead: float, queued: int, more_queued: int, tokens: int, of: Objectives
+) -> None:
+    def outcome(ahead_s: float, waiting: int) -> Act:
+        desk = Desk(max_queued=50)
+        forecast = replace(FULL, ahead_s=ahead_s, tokens=tokens)
+        for _ in range(waiting):
+            desk.arrive(terms(replace(HIGH, ttft_ms=100_000)), replace(forecast, ahead_s=1.0))
+        return desk.arrive(terms(of, tenant="b"), forecast).act
+
+    less = outcome(ahead, queued)
+    more = outcome(ahead + more_ahead, queued + more_queued)
+    if less is Act.REFUSE:
+        assert more is Act.REFUSE
+    if more is Act.ADMIT:
+        assert less is Act.ADMIT
+
+
+@given(st.lists(st.tuples(st.sampled_from("anlx"), st.integers(0, 7)), max_size=60))
+def test_whatever_happens_nothing_is_left_over(steps: list[tuple[str, int]]) -> None:
+    desk = Desk(max_queued=5, max_wait_s=20.0)
+    classes = [HIGH, LOW, replace(LOW, ttft_ms=2000), Objectives()]
+    for step, n in steps:
+        desk.now += 0.4
+        match step:
+            case "a":
+                desk.arrive(terms(classes[n % 4], tenant="ab"[n % 2]), FULL if n < 6 else ROOM)
+            case "n":
+                desk.next(ROOM if n else None)
+            case "l":
+                desk.admission.leave(RequestId(f"r{desk.count - n}"))
+            case _:
+                desk.next(FULL)
+        for id in desk.refused:
+            desk.admission.leave(RequestId(id))
+        desk.refused.clear()
+    desk.drain()
+    for n in range(desk.count + 1):
+        desk.admission.leave(RequestId(f"r{n}"))
+        desk.admission.leave(RequestId(f"r{n}"))
+    admission = desk.admission
+    assert (len(admission), admission.queued, admission.models()) == (0, 0, ())
+    assert admission._entries == {}
+    assert not any(admission._promised.values())
+    for lane in admission._lanes.values():
+        for level in lane.levels.values():
+            assert (level.count, level.backlogs, len(level.oldest)) == (0, {}, 0)
+            assert level.cost == pytest.approx(0.0)
+
+
+def test_observing_changes_nothing_and_tells_what_it_would_have_done() -> None:
+    desk = Desk(mode=AdmissionMode.OBSERVE)
+    assert desk.arrive().act is Act.QUEUE
+    assert desk.arrive(terms(replace(LOW, ttft_ms=50))).act is Act.REFUSE
+    assert desk.admission.queued == 0
+    assert desk.admission.head("m", 0.0) is None
+
+
+def test_a_head_that_no_worker_can_take_goes_on_to_be_told_so() -> None:
+    desk = Desk()
+    desk.arrive()
+    assert desk.next(None) == "r1"
+
+
+def test_forecasts_are_corrected_by_what_came_to_pass() -> None:
+    desk = Desk()
+    for n in range(60):
+        made = request(f"x{n}")
+        desk.admission.first_token(made, ROOM, 0.2)
+        desk.admission.answered(made, terms(), ROOM, 40, 0.02)
+    decision = desk.arrive(forecast=ROOM, tokens=100)
+    assert decision.ttft_s == pytest.approx(0.2, rel=0.1)
+    assert decision.tpot_s == pytest.approx(0.02, rel=0.1)
+    assert desk.admission.answer(request(max_tokens=100), terms()) == pytest.approx(40, rel=0.1)
+
+
+def test_a_ratio_begins_at_one_and_outliers_move_it_little() -> None:
+    ratio = Ratio()
+    assert (ratio.likely(2.0), ratio.safe(2.0), ratio.error()) == (2.0, 2.0, None)
+    ratio.learn(1.0, 1000.0)
+    assert ratio.likely(1.0) < 1.2
+    for _ in range(100):
+        ratio.learn(1.0, 1.5)
+    assert ratio.likely(1.0) == pytest.approx(1.5, rel=0.02)
+    ratio.learn(1.0, 0.0)
+    ratio.learn(1.0, 1000.0)
+    assert ratio.likely(1.0) == pytest.approx(1.5, rel=0.05)
+    error = ratio.error()
+    assert error is not None
+    assert error.p50 < 0.1
+
+
+def test_the_safe_forecast_holds_nine_times_of_ten() -> None:
+    ratio = Ratio()
+    actual = [1.0 + 0.01 * (n * 37 % 100) for n in range(2000)]
+    held = 0
+    for n, seconds in enumerate(actual):
+        held += n >= 1000 and seconds <= ratio.safe(1.0)
+        ratio.learn(1.0, seconds)
+    assert held == pytest.approx(900, abs=50)
