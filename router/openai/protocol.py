@@ -1,10 +1,11 @@
-"""uvicorn's HTTP protocol with what it lacks: bounds on the size and time of headers, errors as JSON, and a
-way to drop a client that reads no more."""
+"""uvicorn's HTTP protocol with what it lacks: bounds on the size and time of headers, errors as JSON, streams
+for HTTP/1.0, and a way to drop a client that reads no more."""
 
 from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -16,6 +17,63 @@ ABORT = "pdfleet.abort"
 """Key in the scope: a function that drops the connection, unsent data included."""
 
 
+_JOINED_BYTES = 1 << 16
+"""What is written at once, turn of the loop or not: a client that reads slowly must be noticed."""
+
+
+class _Joined:
+    """A transport on which all that is written in one turn of the loop leaves together: the head and the body
+    of an answer are one call of the system, and wake the client once."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > _JOINED_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._parts.clear()
+        self._transport.abort()
+
+    def _flush(self) -> None:
+        if self._parts:
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self._size = 0
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _UntilClose(int):
+    """Length of a body that ends where the connection does, as uvicorn counts down: nothing is too long for
+    it, and it is always reached."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UntilClose:
+        return self
+
+    __hash__ = int.__hash__
+
+
 def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
     """The protocol class with these limits."""
 
@@ -25,7 +83,7 @@ def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
         _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+            super().connection_made(cast(asyncio.Transport, _Joined(transport, self.loop)))
             self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -61,6 +119,10 @@ def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
             self._in_head = False
             self._stop_timer()
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                # It knows no chunks, and uvicorn would send them.
+                self.cycle.chunked_encoding = False
+                self.cycle.expected_content_length = _UntilClose()
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(BadRequest("this is not HTTP/1.1"))
@@ -88,7 +150,8 @@ def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
             """Outside any response: while one is under way on this connection, it is only cut off."""
             if self.transport.is_closing():
                 return
-            if self.cycle is None or self.cycle.response_complete:
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
                 body = error_body(error)
                 phrase = HTTPStatus(error.http_status).phrase
                 self.transport.write(
