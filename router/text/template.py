@@ -129,6 +129,8 @@ class ChatTemplate:
             raise ValueError(
                 f"the model's chat template is broken at line {error.lineno}: {error.message}"
             ) from error
+        self._globals = dict(self._template.globals)
+        """Jinja would put them together anew for each rendering."""
         self._special = dict(special_tokens)
         self._most = most_characters
         self.knows_tools = "tool_calls" in source
@@ -150,6 +152,7 @@ class ChatTemplate:
         size = 0
         try:
             given = {
+                **self._globals,
                 **(variables or {}),
                 **self._special,
                 "messages": messages,
@@ -157,7 +160,7 @@ class ChatTemplate:
             }
             if tools:
                 given["tools"] = tools
-            for part in self._template.generate(given):
+            for part in self._template.root_render_func(self._template.new_context(given, shared=True)):
                 self._environment.tick()
                 parts.append(part)
                 size += len(part)
