@@ -13,7 +13,7 @@ from fleet import __version__
 from fleetctl.commands.key import key
 from fleetctl.commands.logs import logs
 from fleetctl.commands.model import model
-from fleetctl.commands.operate import drain, scale, status
+from fleetctl.commands.operate import drain, role, scale, status
 from fleetctl.commands.up import down, up
 
 EPILOG = """Exit codes: 0 done, 1 failed (the error says what to do next), 2 wrong usage.
@@ -32,6 +32,7 @@ class InOrder(click.Group):
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+@click.version_option(__version__, message=f"pdfleet %(version)s (Python {platform.python_version()})")
 def main() -> None:
     """Run and operate a fleet that serves large language models, prefill and decode apart."""
     # A command says what failed in its error; the libraries' own words beside it would say it twice.
@@ -57,7 +58,7 @@ def completion(shell: str, as_json: bool) -> None:
     click.echo(json.dumps({"shell": shell, "script": script}) if as_json else script)
 
 
-for command in (up, status, scale, drain, logs, down, model, key):
+for command in (up, status, scale, role, drain, logs, down, model, key):
     main.add_command(command)
 for last in ("version", "completion"):
     main.commands[last] = main.commands.pop(last)

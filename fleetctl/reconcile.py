@@ -36,7 +36,7 @@ the control plane last: draining workers need it."""
 REFUSED = 2
 """Exit code of a process that does not accept its settings."""
 
-COUNTED = (Phase.STARTING, Phase.READY, Phase.CRASHED)
+COUNTED = (Phase.STARTING, Phase.READY, Phase.TURNING, Phase.CRASHED)
 
 
 def parse_desired(data: bytes) -> Desired:
@@ -95,7 +95,7 @@ def _overdue(child: Child, policy: Policy, closing: Closing) -> tuple[float, str
     if child.phase is Phase.STOPPING:
         limit = stop_limit_s(child.kind, policy, closing)
         return child.since + limit, f"still running {limit:g} s after SIGTERM"
-    if child.phase in (Phase.READY, Phase.DRAINING) and child.silent_since is not None:
+    if child.phase in (Phase.READY, Phase.TURNING, Phase.DRAINING) and child.silent_since is not None:
         limit = policy.silent_limit_s
         return child.silent_since + limit, f"frozen: shows no sign of life for {limit:g} s"
     return None
@@ -200,7 +200,7 @@ def started(child: Child, pid: int, now: float) -> Child:
 
 
 def became(child: Child, phase: Phase, now: float) -> Child:
-    """Ready, draining or stopping; `child` itself where that is nothing new or comes too late."""
+    """Ready, turning, draining or stopping; `child` itself where that is nothing new or comes too late."""
     if child.phase is phase or child.phase in (Phase.CRASHED, Phase.STOPPING):
         return child
     unready = 0 if phase is Phase.READY else child.unready
@@ -243,7 +243,7 @@ def exited(
         retry_at=now + pause,
         killed=False,
     )
-    before = "" if child.phase is Phase.READY else " before it was ready"
+    before = " before it was ready" if child.phase is Phase.STARTING else ""
     return waiting, f"ended{before}, {exit_text(code)}; starts again in {pause:.1f} s"
 
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -143,6 +144,11 @@ class Supervisor:
         """The last one each worker showed."""
         self._registered: set[str] = set()
         """Workers whose card stands now."""
+        self._desired_read: bytes | None = None
+        self._desired_own: list[bytes] = []
+        """Counts that were written here and are not read back yet."""
+        self._desired_moved = False
+        """Whether the counts in etcd are to follow a change of role."""
         self._written: FleetState | None = None
         self._reports: dict[str, LoadReport] = {}
         self._router_scheme = "http"
@@ -298,7 +304,9 @@ class Supervisor:
         if kind is Kind.ROUTER:
             bind = ["--control.bind", self.plan.host, "--control.advertise", _reachable(self.plan.host)]
             return [*control, *bind, "--http.port", str(self.plan.port), *model]
-        return [*control, *model, "--worker-id", name]
+        others = self.plan.flags.get(Kind.DECODE if kind is Kind.PREFILL else Kind.PREFILL)
+        other_role = ["--other-role", shlex.join(others)] if others else []
+        return [*control, *model, "--worker-id", name, *other_role]
 
     async def _attend(self, name: str, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
@@ -365,13 +373,21 @@ class Supervisor:
             self._view = view
             self._read_desired(view)
             self._read_cards(view)
+            if self._desired_moved:
+                await self._keep_desired(registry)
             self._read_router(view)
             self._changed.set()
 
     def _read_desired(self, view: View) -> None:
         data = view.values.get(desired_key(self.plan.fleet))
-        if data is None:
+        if data is None or data == self._desired_read:
             return  # not written yet, or lost with etcd's data: what was wanted last still is
+        self._desired_read = data
+        if data in self._desired_own:
+            # Its own word comes back, when it may already want something else.
+            del self._desired_own[: self._desired_own.index(data) + 1]
+            return
+        self._desired_own.clear()
         try:
             desired = parse_desired(data)
         except BadRequest as error:
@@ -399,8 +415,10 @@ class Supervisor:
             # A card of the life before says nothing about this one.
             if child is None or child.pid != card.pid:
                 continue
-            phases = {MemberState.READY: Phase.READY, MemberState.DRAINING: Phase.DRAINING}
+            leaving = Phase.DRAINING if card.turning is None else Phase.TURNING
+            phases = {MemberState.READY: Phase.READY, MemberState.DRAINING: leaving}
             if card.state in phases:
+                child = self._turn(child, Kind(card.turning or card.role))
                 self._enter(child, phases[card.state], now)
 
     def _read_router(self, view: View) -> None:
@@ -409,11 +427,25 @@ class Supervisor:
             if router is not None and router.pid == pid:
                 self._router_scheme = urlsplit(url).scheme
 
+    def _turn(self, child: Child, kind: Kind) -> Child:
+        """The wanted counts move with the role of a worker, in one step with what is counted: nothing is
+        started or stopped for it. After a crash it starts in the new role."""
+        if child.kind is kind or child.phase is Phase.STOPPING:
+            return child
+        turned = self._children[child.name] = replace(child, kind=kind)
+        self.desired, self._desired_moved = self.desired.turned(kind), True
+        wanted = f"prefill={self.desired.prefill} decode={self.desired.decode}"
+        self._say(child.name, "role", f"{child.kind} → {kind}; wanted from now on: {wanted}")
+        self._changed.set()
+        return turned
+
     def _enter(self, child: Child, phase: Phase, now: float) -> None:
         after = became(child, phase, now)
         if after is not child:
             self._children[child.name] = after
             took = f"after {now - child.since:.1f} s" if phase is Phase.READY else "told to by an operator"
+            if phase is Phase.TURNING:
+                took = f"drains, then it is a {child.kind} worker"
             self._say(child.name, str(phase), took)
             self._changed.set()
 
@@ -431,11 +463,14 @@ class Supervisor:
         self._changed.set()
 
     async def _keep_desired(self, registry: Registry) -> None:
-        """Writes the counts where they are missing: at first, and after etcd lost its data."""
-        key = desired_key(self.plan.fleet)
-        if self._view.live and key not in self._view.values:
+        """Writes the counts where they are missing, at first and after etcd lost its data, or have moved."""
+        key, data = desired_key(self.plan.fleet), format_desired(self.desired)
+        if self._view.live and (self._desired_moved or key not in self._view.values):
+            if data not in self._desired_own:
+                self._desired_own.append(data)
             with contextlib.suppress(Unavailable):
-                await registry.put(key, format_desired(self.desired))
+                await registry.put(key, data)
+                self._desired_moved = self._desired_moved and data != format_desired(self.desired)
 
     async def _look_at(self, child: Child, wire: Wire) -> None:
         load: int | None = None

@@ -16,6 +16,8 @@ _LOOKS = {
     "starting": ("◌", "yellow"),
     "draining": ("◐", "cyan"),
     "stopping": ("◐", "cyan"),
+    "turning": ("◐", "cyan"),
+    "stalled": ("✗", "red"),
     "crashed": ("✗", "red"),
     "silent": ("✗", "red"),
     "away": ("✗", "red"),

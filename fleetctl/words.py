@@ -27,6 +27,8 @@ class Phase(StrEnum):
     STARTING = "starting"
     """Its process runs and does not serve yet."""
     READY = "ready"
+    TURNING = "turning"
+    """Drains to take another role, and counts as one of that role already."""
     DRAINING = "draining"
     """Leaves because an operator told it to; no longer counted."""
     STOPPING = "stopping"
@@ -51,6 +53,12 @@ class Desired:
 
     prefill: int
     decode: int
+
+    def turned(self, to: Kind) -> Desired:
+        """One more of that role, and one less of the other: what is wanted when one worker changes."""
+        shift = 1 if to is Kind.PREFILL else -1
+        prefill, decode = (max(0, min(MOST_WORKERS, n)) for n in (self.prefill + shift, self.decode - shift))
+        return Desired(prefill, decode)
 
     def __post_init__(self) -> None:
         for role, count in (("prefill", self.prefill), ("decode", self.decode)):

@@ -1,21 +1,24 @@
-"""`status`, `scale`, `drain`: looking at a running fleet and changing it."""
+"""`status`, `scale`, `role`, `drain`: looking at a running fleet and changing it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fleet.errors import BadRequest, NotFound, Unavailable
+from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
 from fleetctl.options import Target, complete_workers, fleet_options
 from fleetctl.reconcile import victims
 from fleetctl.words import WORKERS, Child, Desired, FleetPicture, Kind, Phase
 
 if TYPE_CHECKING:
+    from fleet.member import WorkerCard
     from fleet.registry import Registry, View
+    from fleet.wire import Wire
 
 LIMIT = click.option(
     "--limit", type=click.FloatRange(0), default=180.0, show_default=True, help="Longest to --wait, seconds."
@@ -207,9 +210,7 @@ async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
 
     async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
         cards = cards_in(await read_view(registry, target.fleet, etcd), target.fleet)
-        if worker not in cards:
-            known = ", ".join(cards) or "none"
-            raise NotFound(f"fleet {target.fleet} has no worker {worker!r}; its workers: {known}")
+        _known(target, cards, worker)
         state = str(await wire.drain(cards[worker].address, limit, 5.0))
         if wait:
             # A card vanishes when its worker leaves; the margin is for a worker that dies over it.
@@ -217,6 +218,13 @@ async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
             await _wait_ended(target, worker, 30.0)
             state = "left"
         target.say(f"{worker} {'has left' if wait else f'is {state}'}", id=worker, state=state)
+
+
+def _known(target: Target, cards: dict[str, WorkerCard], worker: str) -> WorkerCard:
+    if worker not in cards:
+        known = ", ".join(cards) or "none"
+        raise NotFound(f"fleet {target.fleet} has no worker {worker!r}; its workers: {known}")
+    return cards[worker]
 
 
 async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: str, limit_s: float) -> None:
@@ -228,3 +236,115 @@ async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: s
 
     if await wait_view(registry, fleet, gone, limit_s) is None:
         raise Unavailable(f"{worker} is still there after {limit_s:g} s; see `fleetctl logs {worker}`")
+
+
+@click.command()
+@click.argument("worker", metavar="ID", shell_complete=complete_workers)
+@click.argument("to", metavar="prefill|decode", type=click.Choice([str(kind) for kind in WORKERS]))
+@fleet_options()
+@click.option("--wait", is_flag=True, help="Return when the worker serves in its new role.")
+@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
+@click.option("--force", is_flag=True, help="Also where no decode worker would be left.")
+@click.option(
+    "--limit",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which requests that still run there are moved to other workers.",
+)
+def role(target: Target, worker: str, to: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
+    """Make worker ID a prefill or a decode worker, with the weights and the prefix cache it has.
+
+    What runs there ends first, and it takes no new requests until then. The wanted counts move with it, so
+    that a supervisor starts and stops nobody. Asked for the role that it is about to leave, it stays.
+    """
+    asyncio.run(_role(target, worker, to, wait, dry_run, force, limit))
+
+
+async def _role(
+    target: Target, worker: str, to: str, wait: bool, dry_run: bool, force: bool, limit: float
+) -> None:
+    etcd = target.etcd()
+    from fleet.member import Role
+    from fleetctl.connect import connected
+    from fleetctl.picture import cards_in, read_view
+
+    async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
+        cards = cards_in(await read_view(registry, target.fleet, etcd), target.fleet)
+        card = _known(target, cards, worker)
+        fields = {"id": worker, "before": str(card.role), "role": to, "dry_run": dry_run}
+        if card.role == to and card.state == "ready":
+            target.say(f"{worker} is a {to} worker already", **fields, state="ready", changed=False)
+            return
+        decode = [one.id for one in cards.values() if one.role == "decode" and one.state == "ready"]
+        if to == "prefill" and not force and decode == [worker]:
+            raise BadRequest(
+                f"{worker} is the only decode worker that is ready; without one every request is refused: "
+                "start another first (`fleetctl scale decode=2 --wait`), or insist with --force"
+            )
+        if dry_run:
+            load = await wire.status(card.address, 5.0)
+            target.say(
+                f"would make {worker} a {to} worker, after the {load.running + load.waiting} requests there",
+                **fields, state=str(card.state), changed=False,
+            )  # fmt: skip
+            return
+        state = str(await wire.take_role(card.address, Role(to), limit, 5.0))
+        said = f"{worker} is a {to} worker" if state == "ready" else f"{worker} drains, then is a {to} worker"
+        if wait:
+            # The margin is for the last step, and for a worker that dies over it.
+            await _wait_role(target, registry, wire, card, to, limit + 30.0)
+            state, said = "ready", f"{worker} is a {to} worker"
+        target.say(said, **fields, state=state, changed=True)
+
+
+async def _wait_role(
+    target: Target, registry: Registry, wire: Wire, card: WorkerCard, to: str, limit_s: float
+) -> None:
+    """Until it serves in that role, and its supervisor, where there is one here, counts it there."""
+    from fleetctl.picture import cards_in, wait_view
+
+    outcome, turning = "", False
+
+    def over(view: View) -> bool:
+        nonlocal outcome, turning
+        now = cards_in(view, target.fleet).get(card.id)
+        if now is None or now.incarnation != card.incarnation:
+            outcome = "it has ended"
+        elif now.state == "ready" and now.role == to:
+            outcome = "done"
+        elif turning and now.turning is None:
+            outcome = "it stays what it is" if now.state == "ready" else "it is leaving"
+        else:
+            turning = now.turning is not None
+        return outcome != ""
+
+    until = asyncio.get_running_loop().time() + limit_s
+    telling = asyncio.create_task(_tell_what_runs(target, wire, card))
+    try:
+        await wait_view(registry, target.fleet, over, limit_s)
+    finally:
+        telling.cancel()
+    if outcome != "done":
+        raise Unavailable(
+            f"{card.id} is no {to} worker: {outcome or f'not within {limit_s:g} s'}; "
+            f"see `fleetctl logs {card.id}`"
+        )
+    while (state := target.state()) and any(
+        child.name == card.id and (child.kind != to or child.phase is not Phase.READY)
+        for child in state.children
+    ):
+        if asyncio.get_running_loop().time() > until:
+            raise Unavailable(f"{card.id} is a {to} worker, and its supervisor does not count it as one")
+        await asyncio.sleep(0.05)
+
+
+async def _tell_what_runs(target: Target, wire: Wire, card: WorkerCard) -> None:
+    """A line for who waits, whenever it has changed."""
+    said = 0
+    while not target.as_json:
+        with contextlib.suppress(FleetError):
+            load = await wire.status(card.address, 2.0)
+            if said != (said := load.running + load.waiting) and said:
+                click.echo(f"{card.id}: {said} requests still run there", err=True)
+        await asyncio.sleep(1.0)

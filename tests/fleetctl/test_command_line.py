@@ -27,7 +27,7 @@ def run(*arguments: str, state: Path | None = None) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-COMMANDS = ["up", "status", "scale", "drain", "logs", "down", "version", "completion"]
+COMMANDS = ["up", "status", "scale", "role", "drain", "logs", "down", "version", "completion"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -48,7 +48,9 @@ def test_help_needs_nothing_heavy() -> None:
     assert set(json.loads(done.stdout.replace("'", '"'))) <= {"asyncio"}
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["scale", "decode=2"], ["drain", "decode-a"]])
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["scale", "decode=2"], ["drain", "decode-a"], ["role", "prefill-a", "decode"]]
+)
 def test_without_a_fleet_the_next_step_is_told(arguments: list[str], tmp_path: Path) -> None:
     code, out, err = run(*arguments, state=tmp_path)
     assert (code, out) == (1, "")
@@ -57,6 +59,11 @@ def test_without_a_fleet_the_next_step_is_told(arguments: list[str], tmp_path: P
     code, out, _ = run(*arguments, "--json", state=tmp_path)
     assert code == 1
     assert json.loads(out)["error"]["type"] == "Unavailable"
+
+
+def test_the_version_is_told_in_both_ways() -> None:
+    assert run("--version") == run("version")
+    assert run("--version")[1].startswith("pdfleet ")
 
 
 def test_down_of_no_fleet_is_done_already(tmp_path: Path) -> None:
@@ -72,6 +79,8 @@ def test_down_of_no_fleet_is_done_already(tmp_path: Path) -> None:
         (["scale", "decode"], "decode=NUMBER"),
         (["scale", "encode=1"], "encode=1"),
         (["scale", "decode=1", "decode=2"], "twice"),
+        (["role", "prefill-a"], "prefill|decode"),
+        (["role", "prefill-a", "encode"], "encode"),
         (["up", "--decode", "0"], "decode"),
         (["up", "--port", "70000"], "port"),
         (["up", "--set", "engine.block-size"], "NAME=VALUE"),

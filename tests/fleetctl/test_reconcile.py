@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fleet.errors import BadRequest
 from fleetctl.reconcile import (
+    COUNTED,
     answered,
     back_off_s,
     became,
@@ -115,6 +116,28 @@ def test_a_worker_drained_by_an_operator_is_replaced_while_it_leaves() -> None:
     # It takes its own time, by the operator's limit, and its slot is done with when it is gone.
     assert acts(Desired(0, 1), [*BASE, leaving, child("decode-b")], now=10_000.0) == []
     assert exited(leaving, 0, 120.0, POLICY, 0.0)[0] is None
+
+
+def test_one_that_takes_another_role_is_counted_there_at_once() -> None:
+    assert Desired(2, 1).turned(Kind.DECODE) == Desired(1, 2)
+    assert Desired(1, 2).turned(Kind.PREFILL) == Desired(2, 1)
+    turning = replace(became(child("prefill-b"), Phase.TURNING, 90.0), kind=Kind.DECODE)
+    children = [*BASE, child("prefill-a"), turning, child("decode-a")]
+    assert acts(Desired(1, 2), children) == []
+    assert not settled(Desired(1, 2), children)
+    # It may take as long as it needs, while it lives.
+    assert decide(Desired(1, 2), children, 10_000.0, POLICY).wake_at is None
+    silent = [*BASE, child("prefill-a"), answered(turning, False, None, 100.0), child("decode-a")]
+    (kill,) = acts(Desired(1, 2), silent, now=130.0)
+    assert kill == Kill("prefill-b", "frozen: shows no sign of life for 30 s")
+    # After a crash it starts in the new role, under its name.
+    slot, why = exited(turning, -9, 100.0, POLICY, 1.0)
+    assert slot is not None
+    assert why == "ended, SIGKILL; starts again in 0.5 s"
+    (start,) = acts(Desired(1, 2), [*BASE, child("prefill-a"), slot, child("decode-a")], now=101.0)
+    assert start == Start(Kind.DECODE, "prefill-b", "again, after 1 failure")
+    # Told to leave over it, it leaves.
+    assert exited(became(turning, Phase.STOPPING, 95.0), 0, 100.0, POLICY, 0.0)[0] is None
 
 
 def test_one_that_was_told_to_stop_is_waited_for_and_then_killed() -> None:
@@ -279,9 +302,7 @@ def test_whatever_the_state_each_child_is_told_one_thing_and_counts_come_right(
     assert len(named) == len(set(named))
     ready = {one.kind for one in children if one.phase is Phase.READY}
     for kind in WORKERS:
-        have = sum(
-            one.kind is kind and one.phase in (Phase.READY, Phase.STARTING, Phase.CRASHED) for one in children
-        )
+        have = sum(one.kind is kind and one.phase in COUNTED for one in children)
         mine = {one.name for one in children if one.kind is kind}
         let_go = sum(isinstance(action, Stop | Forget) and action.name in mine for action in actions)
         added = sum(

@@ -205,6 +205,59 @@ def test_up_scale_drain_crash_and_down(start: Callable[..., Fleet]) -> None:
     assert fleet.run("down")["was_up"] is False
 
 
+def test_a_role_changes_in_place_and_the_counts_with_it(start: Callable[..., Fleet]) -> None:
+    fleet = start(prefill=2, decode=1)
+    fleet.line("fleet +ready")
+    before = fleet.pids()
+    (one, _), (only,) = fleet.pids("prefill"), fleet.pids("decode")
+
+    # Nothing is changed by looking, nor where nobody would be left to answer.
+    looked = fleet.run("role", one, "decode", "--dry-run")
+    assert (looked["changed"], looked["before"], looked["role"]) == (False, "prefill", "decode")
+    assert fleet.run("role", one, "prefill")["changed"] is False
+    refused = fleet.run("role", only, "prefill", code=1)
+    assert "only decode worker" in refused["error"]["message"]
+    assert "nobody" in fleet.run("role", "nobody", "decode", code=1)["error"]["message"]
+
+    # While it drains it is counted in its new role, and nobody is started or stopped.
+    busy = fleet.control / f"{one}.busy"
+    busy.touch()
+    assert fleet.run("role", one, "decode")["state"] == "draining"
+    fleet.line(rf"{one} +role +prefill → decode; wanted from now on: prefill=1 decode=2")
+    fleet.line(rf"{one} +turning")
+    until(lambda: fleet.run("status")["desired"] == {"prefill": 1, "decode": 2})
+    assert fleet.pids() == before
+
+    # Called off, and asked for again.
+    assert fleet.run("role", one, "prefill", "--wait")["state"] == "ready"
+    fleet.line(rf"{one} +role +decode → prefill; wanted from now on: prefill=2 decode=1")
+    assert fleet.run("role", one, "decode")["state"] == "draining"
+    busy.unlink()
+    fleet.line(rf"{one} +ready")
+    done = fleet.run("role", one, "decode", "--wait")
+    assert (done["role"], done["state"]) == ("decode", "ready")
+    status = fleet.run("status")
+    assert status["desired"] == {"prefill": 1, "decode": 2}
+    assert {row["id"]: row["role"] for row in status["workers"]}[one] == "decode"
+    assert fleet.pids() == before
+    assert not any(" stop " in line for line in fleet.lines)
+
+    # A crash starts it in its new role; the counts stay.
+    os.kill(before[one], signal.SIGKILL)
+    fleet.line(rf"{one} +crash")
+    fleet.line(rf"{one} +ready")
+    rows = {row["id"]: row for row in fleet.run("status")["workers"]}
+    assert rows[one]["role"] == "decode"
+    assert rows[one]["pid"] != before[one]
+    assert len(rows) == 3
+
+    # Counts that were moved are changed like any.
+    assert fleet.run("scale", "decode=1", "--wait")["settled"]
+    assert fleet.run("scale", "prefill=2", "decode=1", "--wait")["settled"]
+    assert len(fleet.pids("prefill")) + len(fleet.pids("decode")) == 3
+    assert fleet.end() == 0
+
+
 def alive_pid(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
