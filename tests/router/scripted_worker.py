@@ -111,6 +111,8 @@ class Script:
     lease_s: float = 30.0
     keep: bool = True
     """False: a prefill that keeps no KV."""
+    queued_tokens: int = 0
+    """Prompt tokens that its load reports tell of."""
 
 
 class ScriptedWorker:
@@ -168,7 +170,12 @@ class ScriptedWorker:
     def status(self) -> LoadReport:
         streams = tuple(dict.fromkeys(self.ids.values()))
         return report(
-            self.card, state=self.state, running=len(self.running), streams=streams, kv=self.kv.digest()
+            self.card,
+            state=self.state,
+            running=len(self.running),
+            queued_tokens=self.script.queued_tokens,
+            streams=streams,
+            kv=self.kv.digest(),
         )
 
     async def drain(self, limit_s: float) -> MemberState:

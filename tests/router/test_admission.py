@@ -1,4 +1,4 @@
-"""Admission: room, order, shares, refusals, and that nothing is ever refused that a lower load would refuse."""
+"""Admission: room, order, shares, refusals; and that a higher load never lets in what a lower one refused."""
 
 from __future__ import annotations
 
