@@ -203,3 +203,56 @@ def test_several_requests_on_one_connection(serve: Any, says: Any) -> None:
             writer.close()
 
     asyncio.run(main())
+
+
+def test_a_stream_over_http_1_0_has_no_chunks(serve: Any, says: Any, events: Any) -> None:
+    """That version knows none: the end of the connection is the end of the body."""
+    route = "/v1/completions"
+
+    async def main() -> None:
+        async with serve(says("Hello there, fox")) as site:
+            for stream in (True, False):
+                body = json.dumps({**GOOD[route], "stream": stream}).encode()
+                reader, _ = await site.raw(
+                    f"POST {route} HTTP/1.0\r\ncontent-type: application/json\r\n"
+                    f"connection: keep-alive\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+                    + body
+                )
+                head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+                assert b" 200 " in head.split(b"\r\n")[0]
+                assert b"transfer-encoding" not in head
+                assert b"connection: close" in head
+                if stream:
+                    seen = events(answer.decode())
+                    assert seen[-1] == "[DONE]"
+                    assert "".join(e["choices"][0]["text"] for e in seen[:-1]) == "Hello there, fox"
+                else:
+                    assert b"content-length: %d\r\n" % len(answer) in head
+                    assert json.loads(answer)["choices"][0]["text"] == "Hello there, fox"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"transfer-encoding: chunked\r\n\r\nffffffffffffffffffff\r\n",
+        b"transfer-encoding: chunked\r\n\r\nx\r\n",
+        b"transfer-encoding: chunked\r\n\r\n2\r\nabc\r\n",
+        b"transfer-encoding: xchunked\r\n\r\n{}",
+        b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", b"content-length: -1\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_a_body_whose_length_cannot_be_told_is_refused_in_words(serve: Any, says: Any, broken: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+    async def main() -> None:
+        async with serve(says("ok")) as site:
+            reader, _ = await site.raw(head + broken)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 400 "), answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+            assert not site.spine.runs
+
+    asyncio.run(main())
