@@ -387,29 +387,20 @@ def _depths(holders: Sequence[_Holder], names: Sequence[int]) -> dict[WorkerId, 
     rest = [holder for holder in holders if holder[1](first)]
     found: dict[WorkerId, int] = {}
     while rest:
-        some = rest[:: len(rest) // 4 + 1]
-        depths = {_depth(has, names) for _, has in some}
-        if len(depths) == len(some) < len(rest):
+        some = [_depth(has, names) for _, has in rest[:: len(rest) // 4 + 1]]
+        if len(set(some)) == len(some) < len(rest):
             backwards = names[::-1]
-            for id, has in rest:
-                found[id] = count - bisect_left(backwards, True, key=has)
+            found |= {id: count - bisect_left(backwards, True, key=has) for id, has in rest}
             break
-        for depth in depths:
-            last, other = names[depth - 1], []
-            if depth == count:
-                for holder in rest:
-                    if holder[1](last):
-                        found[holder[0]] = depth
-                    else:
-                        other.append(holder)
-            else:
-                after = names[depth]
-                for holder in rest:
-                    if holder[1](last) and not holder[1](after):
-                        found[holder[0]] = depth
-                    else:
-                        other.append(holder)
-            rest = other
+        depth = max(some, key=some.count)
+        last = names[depth - 1]
+        if depth == count:
+            same = [id for id, has in rest if has(last)]
+        else:
+            after = names[depth]
+            same = [id for id, has in rest if has(last) and not has(after)]
+        found |= dict.fromkeys(same, depth)
+        rest = [holder for holder in rest if holder[0] not in found] if len(same) < len(rest) else []
     return found
 
 

@@ -197,6 +197,9 @@ def test_unproven_workers_are_matched_by_what_was_sent_there_for_a_while() -> No
     made.sent(W1, [1, 2, 3], 400.0)
     made.load_snapshot(log().snapshot())
     assert made.match([1, 2, 3], 401.0) == {}, "the worker says that it has nothing"
+    made.doubt(W1, "a test")
+    assert made.match([1, 2, 3], 402.0) == {}, "and what was sent before it said so counts no more"
+    made.validate()
 
 
 def test_hints_are_bounded_and_never_pass_to_another_worker() -> None:
