@@ -93,11 +93,8 @@ class Pool:
     block_bytes: int
     prefill: tuple[Standing, ...]
     decode: tuple[Standing, ...]
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence that any decode worker here can hold."""
-        return max((worker.card.max_tokens for worker in self.decode), default=0)
+    max_tokens: int
+    """Longest sequence that any decode worker here can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,4 +341,5 @@ def _pool(fingerprint: Fingerprint, workers: Iterable[Standing]) -> Pool:
         block_bytes=layout.block_bytes,
         prefill=tuple(by_role[Role.PREFILL]),
         decode=tuple(by_role[Role.DECODE]),
+        max_tokens=max((worker.card.max_tokens for worker in by_role[Role.DECODE]), default=0),
     )
