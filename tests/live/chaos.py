@@ -67,9 +67,11 @@ class LatencyOracle:
             **drawn,
         }
 
-    def answer(self, number: int) -> str:
+    def answer(self, number: int, tokens: int | None = None) -> str:
+        """`tokens`: of another length than it would be asked for."""
         body = self.question(number)
-        sampling = Sampling(body["max_tokens"], temperature=body["temperature"], seed=body.get("seed", 0))
+        length = tokens or body["max_tokens"]
+        sampling = Sampling(length, temperature=body["temperature"], seed=body.get("seed", 0))
         return bytes(reference_tokens(list(body["prompt"].encode()), sampling)).decode()
 
 
@@ -116,8 +118,11 @@ class Heard:
     """Between two pieces of text, or before the first."""
 
 
-async def ask(address: tuple[str, int], question: Question) -> Heard:
-    """Never raises for what the other side does; waits for ever, as a client without limits would."""
+async def ask(
+    address: tuple[str, int], question: Question, spoken: Callable[[], None] = lambda: None
+) -> Heard:
+    """Never raises for what the other side does; waits for ever, as a client without limits would. `spoken`
+    is called at each piece of a streamed answer."""
     heard = Heard()
     data = json.dumps(question.body).encode()
     head = (
@@ -140,7 +145,7 @@ async def ask(address: tuple[str, int], question: Question) -> Heard:
             heard.told = (await reader.read()).decode(errors="replace")
             heard.outcome = "refused" if status[1] in (b"429", b"503") else "failed"
         elif question.streamed:
-            await _follow(reader, question, heard)
+            await _follow(reader, question, heard, spoken)
         else:
             choice = json.loads(await reader.read())["choices"][0]
             heard.text, heard.outcome = choice["text"], "whole"
@@ -151,7 +156,9 @@ async def ask(address: tuple[str, int], question: Question) -> Heard:
     return heard
 
 
-async def _follow(reader: asyncio.StreamReader, question: Question, heard: Heard) -> None:
+async def _follow(
+    reader: asyncio.StreamReader, question: Question, heard: Heard, spoken: Callable[[], None]
+) -> None:
     clock = asyncio.get_running_loop().time
     last, pieces, finish = clock(), 0, ""
     while line := await reader.readline():
@@ -171,6 +178,7 @@ async def _follow(reader: asyncio.StreamReader, question: Question, heard: Heard
                 heard.longest_gap_s, last = max(heard.longest_gap_s, now - last), now
                 heard.text += text
                 pieces += 1
+                spoken()
         if question.leaves_after is not None and pieces >= question.leaves_after:
             heard.outcome = "left"
             return

@@ -249,7 +249,13 @@ async def router_ready(address: tuple[str, int]) -> bool:
 
 async def all_up(fleet: Fleet, watcher: Watcher, limit_s: float = 120.0) -> None:
     """Every worker is registered and answers, every router could serve."""
-    await until(watcher.all_serve, limit_s, lambda: f"workers are missing\n{fleet.logs()}")
+
+    async def served() -> bool:
+        dead = [name for name, process in fleet.processes.items() if not process.alive]
+        assert not dead, f"{dead} ended\n{fleet.logs()}"
+        return await watcher.all_serve()
+
+    await until(served, limit_s, lambda: f"workers are missing\n{fleet.logs()}")
     for router in fleet.http:
         await until(
             lambda router=router: router_ready(fleet.address(router)),  # type: ignore[misc]

@@ -39,7 +39,11 @@ def binary(name: str) -> str:
 
 
 class Server:
-    """One server process; `start` returns when its port answers."""
+    """One server process; `start` returns when its port answers. `host` is where it listens, and `within`
+    what goes before its command: for one in a network namespace."""
+
+    host = "127.0.0.1"
+    within: Sequence[str] = ()
 
     def __init__(self, name: str, folder: Path, port: int) -> None:
         self.folder = folder
@@ -53,7 +57,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -63,7 +67,8 @@ class Server:
     def start(self) -> None:
         assert self._process is None, f"{self._name} runs already"
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder)
+            command = [*self.within, *self.command()]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
         until = monotonic() + 30
         while True:
             try:
@@ -77,7 +82,7 @@ class Server:
 
     def ask(self) -> None:
         """Raises OSError while the server does not serve."""
-        socket.create_connection(("127.0.0.1", self.port), 1).close()
+        socket.create_connection((self.host, self.port), 1).close()
 
     def kill(self) -> None:
         """SIGKILL, paused or not; idempotent."""
@@ -167,7 +172,7 @@ class Nats(Server):
         self._options = options
 
     def command(self) -> Sequence[str]:
-        return [binary("nats-server"), "-a", "127.0.0.1", "-p", str(self.port), *self._options]
+        return [binary("nats-server"), "-a", self.host, "-p", str(self.port), *self._options]
 
     @property
     def url(self) -> str:
