@@ -19,7 +19,7 @@ from engine.settings import EngineSettings
 from fleet.settings import _docs
 from fleet.wire.session import WireSettings
 from router.openai.settings import HttpSettings
-from router.settings import FlowSettings
+from router.settings import AdmissionSettings, FlowSettings
 from router.text.tokenizer import TextSettings
 
 PAGE = Path(__file__).parents[2] / "docs/limits.md"
@@ -31,6 +31,7 @@ STATUS = {
     "http.idle_timeout_s": "closed",
     "http.write_timeout_s": "closed", "http.deadline_s": 504, "http.drain_limit_s": "error event",
     "flow.max_requests": 429, "flow.max_failovers": 503, "flow.worker_wait_s": 503,
+    "admission.max_queued": 429, "admission.max_wait_s": 429,
     "flow.resume_wait_s": 503, "flow.first_token_timeout_s": 503, "flow.token_timeout_s": 503,
     "engine.max_waiting": 429, "engine.grammar.compile_s": 400, "engine.grammar.threads": 429,
     "wire.message_bytes": 413,
@@ -41,13 +42,23 @@ STATUS = {
 def limits() -> Iterator[tuple[str, Any, str]]:
     """(setting, default, meaning) of all that a request can be refused or ended by."""
     for section, kind in (("http", HttpSettings), ("text", TextSettings), ("flow", FlowSettings),
+                          ("admission", AdmissionSettings),
                           ("engine", EngineSettings), ("engine.grammar", GrammarSettings),
                           ("wire", WireSettings)):  # fmt: skip
         docs = _docs(kind)
         for item in fields(kind):
             name = f"{section}.{item.name}"
             shown = section in ("http", "engine.grammar") and item.name.startswith("max_")
-            if shown or name in STATUS or name in ("text.template_seconds", "http.template_kwargs"):
+            if (
+                shown
+                or name in STATUS
+                or name
+                in (
+                    "text.template_seconds",
+                    "http.template_kwargs",
+                    "http.client_templates",
+                )
+            ):
                 yield name, item.default, docs.get(item.name, "")
 
 
@@ -84,6 +95,7 @@ BEYOND: list[tuple[str, dict[str, Any]]] = [
     ("max_logit_bias", {"logit_bias": {"1": 1, "2": 1, "3": 1}}),
     ("max_logprobs", {"logprobs": True, "top_logprobs": 4}),
     ("max_logprobs", {"logprobs": True, "top_logprobs": 10**6}),
+    ("client_templates", {"chat_template": "{{ messages }}"}),
     ("template_kwargs", {"chat_template_kwargs": {"chat_template": "{{ x }}"}}),
     ("template_kwargs", {"chat_template_kwargs": {"messages": []}}),
     ("template_kwargs", {"chat_template_kwargs": {"add_generation_prompt": False}}),
