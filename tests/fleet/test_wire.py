@@ -493,6 +493,24 @@ def test_settings_that_cannot_work_are_named() -> None:
         WireSettings(heartbeat_s=0)
 
 
+@pytest.mark.parametrize(("apart_s", "most"), [(0.0, 20), (0.002, 6)])
+def test_steps_that_follow_one_another_closely_travel_together(apart_s: float, most: int) -> None:
+    async def main() -> None:
+        service = Recorder()
+        async with talking(MemoryNet(WireSettings(apart_s=apart_s)), service) as (_, __, session):
+            await service.until(lambda: len(service.ends) == 1)
+            for step in range(20):
+                service.ends[0].send(Frame(tokens=(Token(1, step),)))
+                await asyncio.sleep(0.0005)
+            frames: list[Frame] = []
+            while sum(len(frame.tokens) for frame in frames) < 20:
+                frames.append(await anext(session))
+            assert [token.token for frame in frames for token in frame.tokens] == list(range(20))
+            assert most // 2 < len(frames) <= most
+
+    virtual_time.run(main(), horizon_s=60)
+
+
 def test_merged_frames_hold_every_word_once() -> None:
     frames = [Frame(tokens=(Token(n, n),), ended=(Ended(n, FinishReason.STOP),)) for n in range(3)]
     merged = merge(frames)

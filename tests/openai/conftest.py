@@ -60,7 +60,7 @@ class ScriptedRun:
             following = next(steps, None)
             while (step := following) is not None:
                 following = next(steps, None)
-                self.more = isinstance(following, int)
+                self.more = following is None or isinstance(following, int)
                 if self._stop.is_set():
                     break
                 if isinstance(step, asyncio.Event):

@@ -56,6 +56,34 @@ def test_golden_chat_stream(serve: Any, text: Any) -> None:
     asyncio.run(main())
 
 
+def test_tokens_that_are_there_together_are_written_together(serve: Any, text: Any) -> None:
+    """Each in its own frame, all in one chunk; and none waits for one that is not there yet."""
+    tokens = [text.vocabulary.pieces.index(piece) for piece in (b"a", b"b", b"c", b"d")]
+
+    async def main() -> None:
+        more = asyncio.Event()
+        async with serve(lambda request: [*tokens[:3], more, tokens[3], 1]) as site:
+            body = b'{"model":"tiny/model-1","messages":[{"role":"user","content":"hi"}],"stream":true}'
+            reader, _ = await site.raw(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n" % len(body) + body
+            )
+            await reader.readuntil(b"\r\n\r\n")
+            chunks = [await chunk(reader)]
+            more.set()
+            while chunks[-1]:
+                chunks.append(await chunk(reader))
+            frames = [chunk.count(b"data: ") for chunk in chunks]
+            assert frames == [4, 3, 0]
+
+    asyncio.run(main())
+
+
+async def chunk(reader: asyncio.StreamReader) -> bytes:
+    size = int(await reader.readline(), 16)
+    return (await reader.readexactly(size + 2))[:-2]
+
+
 def test_golden_completion_stream_with_usage(serve: Any, text: Any) -> None:
     (hello,) = text._encode("Hello", False)
 
