@@ -93,6 +93,14 @@ class StateFolder:
             self.logs.rename(previous)
         self.logs.mkdir(parents=True)
 
+    def bound_logs(self, most_bytes: int) -> None:
+        """Copies a longer log to `NAME.log.1`, over the one before, and begins it anew. Its owner goes on
+        writing to the same file, at its new end; what it says in the moment between is lost."""
+        for path in self.logs.glob("*.log"):
+            if path.stat().st_size > most_bytes:
+                shutil.copyfile(path, path.with_suffix(".log.1"))
+                os.truncate(path, 0)
+
     def last_lines(self, name: str, count: int) -> list[str]:
         """Of the latest start of `name` only."""
         try:

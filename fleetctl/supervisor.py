@@ -452,6 +452,8 @@ class Supervisor:
     async def _look_again(self, registry: Registry, wire: Wire) -> None:
         while True:
             await self._look(registry, wire)
+            with contextlib.suppress(OSError):  # A full disk is no reason to end a fleet.
+                self._folder.bound_logs(self.plan.policy.log_bytes)
             hurry = any(child.phase is not Phase.READY for child in self._children.values())
             await asyncio.sleep(min(0.2, self.plan.look_s) if hurry or not self.ready else self.plan.look_s)
 

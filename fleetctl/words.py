@@ -103,7 +103,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits, in seconds."""
+    """Limits; those that end in `_s` in seconds."""
 
     back_off_s: float = 0.5
     """First pause after a crash; doubles with each further one."""
@@ -123,6 +123,8 @@ class Policy:
     """From SIGTERM to exit once a second Ctrl-C came."""
     silent_limit_s: float = 30.0
     """A ready child that shows no card and answers nothing for this long is frozen: as good as dead."""
+    log_bytes: int = 16 << 20
+    """Longest log of a process: then it is kept once, and begun anew."""
 
 
 @dataclass(frozen=True, slots=True)

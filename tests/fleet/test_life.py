@@ -161,3 +161,17 @@ def test_log_settings_come_from_the_environment() -> None:
         code, log = ended(started)
     assert code == 2
     assert "PDFLEET_LOG_LEVEL is 'loud'; one of debug, info, warning, error is needed" in log
+
+
+def test_an_abort_ends_the_process_though_a_thread_hangs() -> None:
+    body = """
+import threading
+threading.Thread(target=threading.Event().wait).start()
+say("up")
+life.abort("no step ends")
+"""
+    with process(body) as started:
+        assert said(started) == "up"
+        code, log = ended(started)
+        assert code == 1
+        assert log.strip().endswith("ended: no step ends")

@@ -103,6 +103,21 @@ def test_logs_of_the_run_before_are_kept_once(tmp_path: Path) -> None:
     assert (tmp_path / "logs.previous" / "router.log").read_text() == "second"
 
 
+def test_a_log_is_bounded_while_its_owner_writes_on(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    folder.fresh_logs()
+    with folder.log("router").open("ab", buffering=0) as owner:
+        for turn in range(3):
+            owner.write(b"long\n" * 100)
+            folder.bound_logs(400)
+            owner.write(b"turn %d\n" % turn)
+            assert folder.last_lines("router", 9) == [f"turn {turn}"]
+            folder.bound_logs(400)
+    assert folder.log("router").read_text() == "turn 2\n", "a short one is left alone"
+    assert sorted(path.name for path in folder.logs.iterdir()) == ["router.log", "router.log.1"]
+    assert folder.logs.joinpath("router.log.1").read_text().startswith("turn 1\nlong\n")
+
+
 def test_the_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
     assert default_folder("blue") == Path("/somewhere/pdfleet/blue")
