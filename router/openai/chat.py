@@ -15,7 +15,7 @@ from router.openai.messages import ChatBody, Message
 from router.openai.sampling import check_sequences
 from router.openai.settings import HttpSettings
 from router.openai.stream import Job
-from router.openai.tools import held_to, tool_use, turns_for
+from router.openai.tools import ToolUse, held_to, tool_use, turns_for
 from router.text.reasoning import ThinkSplitter, opened
 from router.text.split import Split
 from router.text.tokenizer import ModelText
@@ -50,9 +50,11 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
     if max_tokens == 0:
         raise BadRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
     use = tool_use(body, text, settings)
-    turns, tools = turns_for(history(body.messages), use, text)
-    rendered = await text.render(turns, tools, template_variables(body, settings))
+    rendered = await _rendered(body, use, text, settings)
     prompt = await text.encode(rendered, add_special=False, param="messages")
+    if not prompt:
+        field = "chat_template" if body.chat_template else "messages"
+        raise BadRequest(f"{field}: the chat template makes an empty prompt of these messages", param=field)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     parted = use is not None or text.thinks
     choices = choices_of(
@@ -104,6 +106,25 @@ async def prepare(body: ChatBody, text: ModelText, endpoint: Endpoint) -> Job:
         id_length=use.form.id_length if use else 0,
     )
     return Job(layout, choices, bool(body.stream), endpoint.include_usage)
+
+
+async def _rendered(body: ChatBody, use: ToolUse | None, text: ModelText, settings: HttpSettings) -> str:
+    turns, variables = history(body.messages), template_variables(body, settings)
+    if given := body.chat_template:
+        if not settings.client_templates:
+            raise BadRequest(
+                "chat_template cannot be set; the model's own is used (setting http.client_templates)",
+                param="chat_template",
+            )
+        if len(given) > settings.max_template_characters:
+            raise BadRequest(
+                f"chat_template has {len(given)} characters; the limit is "
+                f"{settings.max_template_characters} (setting http.max_template_characters)",
+                param="chat_template",
+            )
+        return await text.given.render(given, turns, use.shown if use else None, variables)
+    turns, tools = turns_for(turns, use, text)
+    return await text.render(turns, tools, variables)
 
 
 def template_variables(body: ChatBody, settings: HttpSettings) -> dict[str, Any]:

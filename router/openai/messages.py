@@ -111,6 +111,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     tools: list[Tool] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-_MAY_BE_ZERO = ("port", "open_metrics", "ping_s", "drain_limit_s")
+_MAY_BE_ZERO = ("port", "open_metrics", "client_templates", "ping_s", "drain_limit_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ class HttpSettings:
     gives no max_tokens shares them out among its answers."""
     template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
     """Names that clients may set for the chat template by chat_template_kwargs."""
+    client_templates: bool = False
+    """Whether a chat may bring its own chat_template. It is rendered in a sandbox, in a process of its own,
+    within `text.template_seconds` and 512 MiB; that process takes a fifth of a second to start."""
+    max_template_characters: int = 65536
+    """Length of such a chat_template."""
     max_tools: int = 128
     """Tools that a chat may offer; OpenAI allows as many."""
     max_tool_bytes: int = 256 << 10

@@ -1,10 +1,10 @@
-"""The model's chat template: messages to the text of a prompt, in a sandbox, by Hugging Face's conventions.
+"""A chat template: messages to the text of a prompt, in a sandbox, by Hugging Face's conventions.
 
-Templates come with the model, never from a request. They see what they see in `transformers`:
-`messages`, `tools`, `add_generation_prompt`, the special tokens by name, `raise_exception`,
-`strftime_now`, `tojson`. A template that takes too long is ended: every turn of a loop, every test of one
-and every call of a macro looks at the time, and what Python does in one go (repeating, powers, ranges) is
-bounded.
+Templates come with the model; one from a request is rendered elsewhere (`given_template.py`). They see what
+they see in `transformers`: `messages`, `tools`, `add_generation_prompt`, the special tokens by name,
+`raise_exception`, `strftime_now`, `tojson`. A template that takes too long is ended: every turn of a loop,
+every test of one and every call of a macro looks at the time, and what Python does in one go (repeating,
+powers, ranges) is bounded.
 """
 
 from __future__ import annotations

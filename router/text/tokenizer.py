@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fleet.errors import BadRequest
 from router.text.detokenize import Vocabulary
+from router.text.given_template import GivenTemplates
 from router.text.reasoning import BEGIN, END, thinks
 from router.text.template import ChatTemplate, OutOfTime
 from router.text.tools.formats import FORMATS, format_of, shows_tools
@@ -112,6 +113,13 @@ class ModelText:
         self.marks = frozenset(t for t in self.vocabulary.special if self.vocabulary.piece(t) in marks)
         """Control tokens that part an answer: needed as text where it is to be parted."""
         self._pool = ThreadPoolExecutor(self._settings.threads, thread_name_prefix="text")
+        self.given = GivenTemplates(
+            special_tokens or {},
+            self.most_characters,
+            self._settings.template_seconds,
+            self._settings.threads,
+        )
+        """Renders templates that come with requests."""
 
     @classmethod
     def load(cls, folder: Path, settings: TextSettings | None = None) -> ModelText:
