@@ -161,6 +161,7 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             host=socket.gethostname(),
         )
         log.info("%s serves %s at %s, KV at %s", worker, card.model, card.address, card.transfer)
+        life.settled()
         async with asyncio.TaskGroup() as tasks:
             steps = tasks.create_task(_forever(engine.run, "the engine"))
             signals = tasks.create_task(_drain_on_signal(life, chassis, settings.chassis.drain_limit_s))

@@ -127,6 +127,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         lease = await registry.lease(control.lease_ttl_s)
         await lease.put(routers_prefix(control.fleet) + id, msgspec.json.encode(card))
         log.info("%s serves %s at %s", id, name, url)
+        life.settled()
         await life.stopping.wait()
         ingress.draining = True
         await lease.close()
