@@ -12,7 +12,6 @@ hole, that could overstate: the answer is a hint, and workers look for themselve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,7 +33,7 @@ class Outcome(StrEnum):
     UNPROVEN = "unproven"
     """It showed that the index is wrong: a snapshot is needed."""
     STRANGER = "stranger"
-    """Of a worker that is not known here."""
+    """Of a worker that is not known here, or of another life of it."""
 
 
 _Has = Callable[[int], bool]
@@ -61,7 +60,6 @@ class _Worker:
     """Some of its blocks were forgotten to stay within the cap: its digest cannot agree any more."""
     promised: int = 0
     """The last event that a digest spoke of; not here by the next digest, it is lost."""
-    past: deque[Incarnation] = field(default_factory=lambda: deque(maxlen=4))
     hints: tuple[dict[int, None], dict[int, None]] = field(default_factory=lambda: ({}, {}))
     """What was sent there while it was unproven, in this period and in the last one."""
 
@@ -113,11 +111,8 @@ class PrefixIndex:
         if worker is None:
             return Outcome.STRANGER
         if message.incarnation != worker.incarnation:
-            if message.incarnation in worker.past:
-                return Outcome.OLD
-            self._reborn(message.worker, worker, message.incarnation)
-            self._keep(worker, message)
-            return Outcome.UNPROVEN
+            # Only the registry says which life is the present one: what a dead one said may come late.
+            return Outcome.STRANGER
         if worker.why is not None:
             self._keep(worker, message)
             return Outcome.WAITING
@@ -137,10 +132,8 @@ class PrefixIndex:
         if worker is None:
             return Outcome.STRANGER
         if part.incarnation != worker.incarnation:
-            if part.incarnation in worker.past:
-                return Outcome.OLD
-            self._reborn(part.worker, worker, part.incarnation)
-        elif worker.why is None and part.sequence <= worker.sequence:
+            return Outcome.STRANGER
+        if worker.why is None and part.sequence <= worker.sequence:
             return Outcome.OLD
         if part.part == 0:
             self._lose(part.worker, worker, worker.why or "a newer snapshot")
@@ -332,7 +325,6 @@ class PrefixIndex:
     def _reborn(self, id: WorkerId, worker: _Worker, incarnation: Incarnation) -> None:
         self._lose(id, worker, "another life of the worker")
         self._empty(worker)
-        worker.past.append(worker.incarnation)
         worker.incarnation = incarnation
         worker.sequence = 0
         worker.tail.clear()

@@ -139,20 +139,35 @@ def test_duplicates_change_nothing() -> None:
     assert made.holds(W1) == frozenset()
 
 
-def test_events_of_another_life_clear_the_worker_and_late_ones_of_the_old_are_ignored() -> None:
+def test_only_membership_says_which_life_is_the_present_one() -> None:
     made, (one,) = proven(W1)
     tell(made, one, BlocksStored((1, 2)))
     late = one.record([BlocksStored((3,))])
-    again = log(life=2)
-    assert tell(made, again, BlocksStored((9,))) is Outcome.UNPROVEN
-    assert made.match([1], 0.0) == {}
     assert late is not None
-    assert made.apply(late) is Outcome.OLD
-    assert made.load_snapshot(one.snapshot()) is Outcome.OLD, "an answer of the old life"
+    again = log(life=2)
+    assert tell(made, again, BlocksStored((9,))) is Outcome.STRANGER, "the registry has not told of it"
+    assert made.load_snapshot(again.snapshot()) is Outcome.STRANGER
+    assert made.match([1], 0.0) == {W1: 1}
     made.add_worker(W1, Incarnation("w1.2"))
+    assert made.match([1], 0.0) == {}
+    assert made.apply(late) is Outcome.STRANGER
+    assert made.load_snapshot(one.snapshot()) is Outcome.STRANGER, "an answer of the old life"
     assert made.load_snapshot(again.snapshot()) is Outcome.APPLIED
     assert made.holds(W1) == {9}
     made.validate()
+
+
+def test_a_dead_life_that_is_heard_late_keeps_no_later_one_unproven() -> None:
+    """The worker was forgotten between, and so were its earlier lives."""
+    made, (one,) = proven(W1)
+    late = one.record([BlocksStored((3,))])
+    assert late is not None
+    made.remove_worker(W1)
+    again = log(life=2)
+    made.add_worker(W1, Incarnation("w1.2"))
+    assert made.apply(late) is Outcome.STRANGER
+    assert made.load_snapshot(again.snapshot()) is Outcome.APPLIED
+    assert not made.unproven()
 
 
 def test_a_gap_behind_the_snapshot_needs_another_one() -> None:
