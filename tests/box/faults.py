@@ -262,14 +262,14 @@ class Play:
                     resume_wait_s=10.0, first_token_timeout_s=4.0, token_timeout_s=2.0, max_failovers=8
                 ),
                 watch=WatchSettings(
-                    load_s=0.8, snapshot_timeout_s=1.0, open_timeout_s=1.0, retry_max_s=1.0, tick_s=0.25
+                    load_s=1.0, snapshot_timeout_s=1.0, open_timeout_s=1.0, retry_max_s=1.0, tick_s=0.4
                 ),
             ),
             transfer=TransferSettings(lease_s=2.0, connect_s=1.0),
             latency=LATENCY,
             routers=schedule.routers,
             wire=WireSettings(heartbeat_s=0.5, connect_s=1.0),
-            chassis=ChassisSettings(report_s=0.25, drain_limit_s=3.0),
+            chassis=ChassisSettings(report_s=0.4, drain_limit_s=3.0),
             lease_ttl_s=2.0,
             pull_limit_s=1.5,
             clocks=lambda name: schedule.clocks.get(name, 0.0),
