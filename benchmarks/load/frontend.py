@@ -18,6 +18,9 @@ import uvloop
 from benchmarks.load.fleet import fleet
 from benchmarks.report import emit
 
+WORKERS = ["engine.max-batch=64", f"engine.kv-memory-bytes={16384 * 128}"]
+"""16,384 blocks each, as mock workers of others: tables of the millions that 1 GiB of this toy's KV holds
+would be what is measured."""
 TEXT = "What is the capital of France, and why? " * 6
 
 
@@ -127,7 +130,7 @@ def main(argv: list[str]) -> None:
     if given.url:
         measure(given.url, given.model, given.name)
         return
-    with fleet(0, 4, ["engine.max-batch=64"], model="latency") as (url, model):
+    with fleet(0, 4, WORKERS, model="latency") as (url, model):
         measure(url, model, "frontend")
 
 
