@@ -63,10 +63,10 @@ class BlockNamer:
         """Names of the next blocks, which `tokens` fill exactly."""
         if len(tokens) % self._size:
             raise ValueError(f"{len(tokens)} tokens do not fill blocks of {self._size}")
-        data, step = memoryview(_packed(tokens)), self._size
+        data, step = _packed(tokens).tobytes(), self._size * 4
         update, copy = self._state.update, self._state.copy
         names: list[BlockHash] = []
-        for start in range(0, len(tokens), step):
+        for start in range(0, len(data), step):
             update(data[start : start + step])
             names.append(copy().digest())
         return names
@@ -131,7 +131,7 @@ class PromptNames(Sequence[int]):
 
     def _name(self, place: int) -> int:
         size, tokens, stops = self._keys.block_size, self._tokens, self._stops
-        stop, step = place // self._STRIDE, self._STRIDE * size
+        stop, step = (place + 1) // self._STRIDE, self._STRIDE * size
         while len(stops) <= stop:
             state = stops[-1].copy()
             state.update(_packed(tokens[(len(stops) - 1) * step : len(stops) * step]))

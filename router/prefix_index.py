@@ -379,7 +379,10 @@ def _depths(holders: Sequence[_Holder], names: Sequence[int]) -> dict[WorkerId, 
     rest = [holder for holder in holders if holder[1](first)]
     found: dict[WorkerId, int] = {}
     while rest:
-        some = [_depth(has, names) for _, has in rest[:: len(rest) // 4 + 1]]
+        some = [0]
+        for _, has in rest[:: len(rest) // 3 + 1]:
+            some.append(_depth(has, names, some[-1]))
+        del some[0]
         if len(set(some)) == len(some) < len(rest):
             backwards = names[::-1]
             found |= {id: count - bisect_left(backwards, True, key=has) for id, has in rest}
@@ -396,10 +399,12 @@ def _depths(holders: Sequence[_Holder], names: Sequence[int]) -> dict[WorkerId, 
     return found
 
 
-def _depth(has: _Has, names: Sequence[int]) -> int:
-    """Leading blocks of one that has the first: doubled until one is missing, then halved, so that names
-    far behind are not worked out for nothing."""
+def _depth(has: _Has, names: Sequence[int], guess: int) -> int:
+    """Leading blocks of one that has the first: as many as guessed, or doubled until one is missing and
+    then halved, so that names far behind are not worked out for nothing."""
     low, high, count = 1, 2, len(names)
+    if guess and has(names[guess - 1]) and (guess == count or not has(names[guess])):
+        return guess
     while high <= count and has(names[high - 1]):
         low, high = high, 2 * high
     high = min(high, count + 1)
