@@ -8,7 +8,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.report import emit
@@ -21,7 +21,7 @@ from fleet.wire import WorkerEnd, codec, session
 from fleet.wire.rpc import TcpWire, serve
 
 SIZES = (1, 8, 64, 256)
-SETTINGS = session.WireSettings(backlog=1 << 30, apart_s=0)
+SETTINGS = session.WireSettings(backlog=1 << 30)
 
 
 def frame_of(streams: int) -> Frame:
@@ -65,9 +65,11 @@ class Flood:
 
 
 async def worker(streams: int, merge: bool) -> None:
+    settings = SETTINGS
     if not merge:
         session._MERGE_ITEMS = 0
-    server = await serve(Flood(frame_of(streams)), settings=SETTINGS)
+        settings = replace(SETTINGS, apart_s=0.0)
+    server = await serve(Flood(frame_of(streams)), settings=settings)
     print(server.address, flush=True)
     await asyncio.Event().wait()
 
