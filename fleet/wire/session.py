@@ -77,7 +77,7 @@ class Link(Generic[T]):
     """One end: its outbox, its heartbeats and its verdict on the peer. `run` lasts as long as the session.
 
     `pack` takes as much from the queue as one message carries: its bytes, and how much weight left.
-    Messages are written `apart_s` seconds apart.
+    Messages are written `apart_s` seconds apart, full ones at once.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class Link(Generic[T]):
         try:
             while not self._over.done():
                 if self._outbox:
-                    if (early := next_at - self._loop.time()) > 0 and self._final is None:
+                    early = next_at - self._loop.time()
+                    if early > 0 and self._weight < _MERGE_ITEMS and self._final is None:
                         await asyncio.sleep(early)
                     data, weight = self._pack(self._outbox)
                     self._weight -= weight
