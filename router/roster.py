@@ -46,6 +46,9 @@ class Standing:
     card: WorkerCard
     listed: bool = True
     """Whether the registry shows it; one that vanished in a crowd is kept while its session lives."""
+    parted: bool = False
+    """It vanished alone and gets nothing new, but what it runs for us goes on while its session lives: that
+    a lease lapsed is no reason to tear a stream from a worker that speaks."""
     link: LinkState = LinkState.OPENING
     report: LoadReport | None = None
     """The last one, while it is young enough to count."""
@@ -78,6 +81,7 @@ class Standing:
         """Whether a request could be sent there now."""
         return (
             self.link is LinkState.UP
+            and not self.parted
             and self.card.state is MemberState.READY
             and (self.report is None or self.report.state == MemberState.READY)
         )
@@ -182,7 +186,7 @@ class Roster:
             if old is not None and old.card.incarnation == card.incarnation:
                 if old.card.role is not card.role:
                     turned.append(card)
-                old.card, old.listed = card, True
+                old.card, old.listed, old.parted = card, True, False
                 continue
             if old is not None:
                 left.append(old.card)
@@ -205,11 +209,13 @@ class Roster:
         doubted: list[WorkerId] = []
         for worker in gone:
             alive = worker.link is LinkState.UP and worker.card.state is MemberState.READY
-            if worker.id not in self.refused and alive and (suspect or not worker.listed):
-                if worker.listed:
-                    doubted.append(worker.id)
-                worker.listed = False
-                continue
+            if worker.id not in self.refused and alive:
+                doubtful = suspect if worker.listed else not worker.parted
+                if doubtful or worker.sent:
+                    if worker.listed and doubtful:
+                        doubted.append(worker.id)
+                    worker.listed, worker.parted = False, not doubtful
+                    continue
             del self._workers[worker.id]
             left.append(worker.card)
         return tuple(doubted)

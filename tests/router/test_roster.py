@@ -78,6 +78,24 @@ def test_a_removed_worker_is_gone_at_once() -> None:
     assert made.get(D2.id) is None
 
 
+def test_what_a_worker_runs_goes_on_when_its_lease_lapses_but_it_gets_nothing_new() -> None:
+    made = roster(P1, D1, D2)
+    made.sent(D2.id, RequestId("r"), 100, 7)
+    change = made.apply_view(view(P1, D1))
+    assert (change.left, change.doubted) == ((), ())
+    assert usable(made) == {"p1", "d1"}
+    assert made.apply_view(view(P1, D1, D2)).joined == (), "it was there all the time"
+    assert usable(made) == {"p1", "d1", "d2"}
+    made.apply_view(view(P1, D1))
+    made.settle(D2.id, RequestId("r"))
+    assert made.apply_view(view(P1, D1)).left == (D2,), "nothing runs there any more"
+    made.apply_view(view(P1, D1, D2))
+    made.apply_link(D2.id, D2.incarnation, LinkState.UP)
+    made.sent(D2.id, RequestId("s"), 100, 7)
+    made.apply_view(view(P1, D1))
+    assert made.apply_link(D2.id, D2.incarnation, LinkState.LOST).left == (D2,)
+
+
 def test_a_restarted_worker_is_another_one() -> None:
     made = roster(D1)
     made.sent(D1.id, RequestId("r"), 100, 7)
