@@ -20,6 +20,7 @@ from fleetctl.words import (
     FleetPicture,
     FleetState,
     Kind,
+    Phase,
     RouterRow,
     ServerRow,
     WorkerRow,
@@ -106,7 +107,7 @@ async def take_picture(
 async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
     row = WorkerRow(
         id=card.id,
-        role=card.role,
+        role=card.turning or card.role,
         state=card.state,
         pid=card.pid,
         host=card.host,
@@ -120,7 +121,7 @@ async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
         return replace(row, state="silent", note=error.message)
     return replace(
         row,
-        state=report.state,
+        state=report.state if card.turning is None else Phase.TURNING,
         running=report.running,
         waiting=report.waiting,
         queued_tokens=report.queued_tokens,

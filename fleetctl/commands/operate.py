@@ -135,6 +135,8 @@ def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str,
         "starting": Phase.STARTING,
         "ready": Phase.READY,
         "silent": Phase.READY,
+        "stalled": Phase.READY,
+        "turning": Phase.TURNING,
         "crashed": Phase.CRASHED,
     }
     have = []

@@ -226,6 +226,8 @@ def test_a_role_changes_in_place_and_the_counts_with_it(start: Callable[..., Fle
     fleet.line(rf"{one} +role +prefill → decode; wanted from now on: prefill=1 decode=2")
     fleet.line(rf"{one} +turning")
     until(lambda: fleet.run("status")["desired"] == {"prefill": 1, "decode": 2})
+    rows = {row["id"]: (row["role"], row["state"]) for row in fleet.run("status")["workers"]}
+    assert rows[one] == ("decode", "turning")
     assert fleet.pids() == before
 
     # Called off, and asked for again.
