@@ -250,6 +250,11 @@ class PrefixIndex:
         known = self._workers.get(worker)
         return known.table.blocks if known is not None and known.why is None else 0
 
+    def doubted(self, worker: WorkerId) -> str | None:
+        """Why it needs a snapshot; None: it does not, or is not known."""
+        known = self._unproven.get(worker)
+        return known.why if known is not None else None
+
     def unproven(self) -> dict[WorkerId, str]:
         """Workers that need a snapshot, and why."""
         return {id: worker.why or "" for id, worker in self._unproven.items()}

@@ -215,7 +215,7 @@ class Router:
 
     def _unproven(self, worker: WorkerId) -> None:
         self.counters["unproven"] += 1
-        log.info("index of %s is unproven: %s", worker, self.index.unproven().get(worker))
+        log.info("index of %s is unproven: %s", worker, self.index.doubted(worker))
         if (standing := self.roster.get(worker)) is not None:
             self._ask(standing.card)
 
@@ -231,7 +231,7 @@ class Router:
         ):
             return
         silent = standing.report is None or now - standing.reported_at > self.settings.watch.load_s
-        if silent or card.id in self.index.unproven():
+        if silent or self.index.doubted(card.id) is not None:
             self._asking[card.id] = self._spawn(self._question(card, silent))
 
     async def _question(self, card: WorkerCard, load: bool) -> None:
@@ -239,7 +239,7 @@ class Router:
         try:
             if load:
                 self._take_load(await self._wire.status(card.address, settings.snapshot_timeout_s))
-            if card.id in self.index.unproven():
+            if self.index.doubted(card.id) is not None:
                 await self._load_snapshot(card)
         except FleetError as error:
             self.counters["snapshots_failed"] += 1
