@@ -135,6 +135,25 @@ def _named(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
+def _token_bytes(values: tuple[int, ...]) -> bytes:
+    """So does a prompt, the longest thing that is sent for each request."""
+    try:
+        return struct.pack(f"<{len(values)}I", *values)
+    except struct.error as error:
+        raise ValueError(f"a token is no number of 32 bits: {error}") from None
+
+
+def _tokens_of(data: bytes) -> tuple[int, ...]:
+    if len(data) % 4:
+        raise ValueError(f"{len(data)} bytes are no tokens of 4 bytes each")
+    if len(data) > 4 * SEQUENCE_LIMIT:
+        raise ValueError(f"{len(data) // 4} numbers; at most {SEQUENCE_LIMIT} are allowed")
+    found = struct.unpack(f"<{len(data) // 4}I", data)
+    if not data[3::4].isascii():  # the highest byte of each: below 128
+        _count(max(found))
+    return found
+
+
 # --- words: one dataclass, one message, field by field ---
 
 W = TypeVar("W")
@@ -221,7 +240,8 @@ def _field(name: str, hint: Any, by_name: dict[str, FieldDescriptor], check: _Tu
         if descriptor.type == FieldDescriptor.TYPE_UINT32:
             return _Field(name, lambda value: {name: value}, lambda message: _counts(read(message)))
         if descriptor.type == FieldDescriptor.TYPE_BYTES:
-            return _Field(name, lambda value: {name: _names(value)}, lambda message: _named(read(message)))
+            to, of = (_token_bytes, _tokens_of) if name == "prompt" else (_names, _named)
+            return _Field(name, lambda value: {name: to(value)}, lambda message: of(read(message)))
         return _Field(name, lambda value: {name: value}, lambda message: tuple(map(_text, read(message))))
     if hint in _SHAPES:
         shape = _SHAPES[hint]

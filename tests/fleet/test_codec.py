@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -285,13 +286,14 @@ def job(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        (job(prompt=[NUMBER_LIMIT]), f"Request.prompt: {NUMBER_LIMIT} is not below"),
+        (job(prompt=struct.pack("<2I", 1, NUMBER_LIMIT)), f"Request.prompt: {NUMBER_LIMIT} is not below"),
+        (job(prompt=b"12345"), "Request.prompt: 5 bytes are no tokens of 4 bytes each"),
         (job(deadline_s=math.nan), "Request.deadline_s: nan is not a finite number"),
         (job(sampling__temperature=math.inf), "Sampling.temperature: inf is not a finite number"),
         (job(sampling__max_tokens=2**32 - 1), "Sampling.max_tokens"),
         (job(sampling__logit_bias_tokens=[1, 2]), "Sampling.logit_bias: 2 tokens beside 0 values"),
         (job(salt="x" * (TEXT_LIMIT + 1)), "Request.salt: 4097 characters; at most 4096"),
-        (job(prompt=[1] * SEQUENCE_LIMIT), "Request.prompt: 1048578 numbers; at most 1048576"),
+        (job(prompt=bytes(4 * SEQUENCE_LIMIT + 8)), "Request.prompt: 1048578 numbers; at most 1048576"),
         (
             pb.ToWorker(cancel=pb.Cancel(stream=9, reason="bored")).SerializeToString(),
             "Cancel.reason: 'bored' is not a valid CancelReason",

@@ -127,12 +127,12 @@ class Request(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     model: _builtins.str
+    prompt: _builtins.bytes
+    """4 bytes a token, little-endian"""
     salt: _builtins.str
     adapter: _builtins.str
     priority: _builtins.int
     deadline_s: _builtins.float
-    @_builtins.property
-    def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -142,7 +142,7 @@ class Request(_message.Message):
         *,
         id: _builtins.str = ...,
         model: _builtins.str = ...,
-        prompt: _abc.Iterable[_builtins.int] | None = ...,
+        prompt: _builtins.bytes = ...,
         sampling: Global___Sampling | None = ...,
         salt: _builtins.str = ...,
         adapter: _builtins.str = ...,
