@@ -132,3 +132,20 @@ async def killed_and_its_folder_gone(fleet: Fleet, watcher: Watcher) -> None:
     fleet.processes["prefill-0"].start()
     await all_up(fleet, watcher)
     assert not folder.exists()
+
+
+def test_a_worker_whose_steps_do_not_end_ends_itself_to_be_started_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        # A step takes a hundred seconds: for a worker that allows one second, it does not end.
+        flags = {"decode": ("--chassis.stalled-limit-s", "1")}
+        async with running(tmp_path, Plan("latency:base=100000", 0, 1, 1, flags)) as (fleet, _):
+            host, port = fleet.address("router-0")
+            victim = fleet.processes["decode-0"]
+            async with httpx.AsyncClient(base_url=f"http://{host}:{port}/v1", timeout=None) as client:
+                asking = asyncio.create_task(ask(client, 1))
+                assert await left(victim) == 1
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            assert "ended: stalled: " in victim.since_start()
+
+    asyncio.run(main())
