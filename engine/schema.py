@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -389,18 +390,34 @@ def _number(kind: str, own: Schema, where: str) -> Schema:
     for name, value in own.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _refused(where, f"{name} must be a number, not {_shown(value)}")
-        if name == "multipleOf":
-            if kind != "integer" or len(own) > 1 or value != int(value) or value < 1:
-                raise _refused(
-                    where, "multipleOf is supported with whole numbers, of integers without bounds"
-                )
-            made[name] = int(value)
-        elif kind == "integer" and value != int(value):
-            up = "inimum" in name
-            made["minimum" if up else "maximum"] = math.ceil(value) if up else math.floor(value)
+        if name != "multipleOf":
+            made[name] = value
+        elif kind != "integer" or len(own) > 1 or value != int(value) or value < 1:
+            raise _refused(where, "multipleOf is supported with whole numbers, of integers without bounds")
         else:
-            made[name] = int(value) if kind == "integer" else value
+            made[name] = int(value)
+    low, high = _limits(own, 1 if kind == "integer" else 10**6)
+    if low is not None and high is not None and low > high:
+        # The back end would let an empty text pass for such a number.
+        what = "whole number" if kind == "integer" else "number of six decimals, the most that are written,"
+        raise _refused(where, f"no {what} is between its minimum and maximum")
+    if kind == "integer":
+        for names, bound in ((("minimum", "exclusiveMinimum"), low), (("maximum", "exclusiveMaximum"), high)):
+            for name in names:
+                made.pop(name, None)
+            if bound is not None:
+                made[names[0]] = bound
     return made
+
+
+def _limits(own: Schema, parts: int) -> tuple[int | None, int | None]:
+    """The least and the largest that are allowed, in `parts` of one."""
+    exact = {name: Fraction(repr(own[name])) * parts for name in own if name != "multipleOf"}
+    low = [math.ceil(exact["minimum"])] if "minimum" in exact else []
+    low += [math.floor(exact["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in exact else []
+    high = [math.floor(exact["maximum"])] if "maximum" in exact else []
+    high += [math.ceil(exact["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in exact else []
+    return max(low, default=None), min(high, default=None)
 
 
 def _types(said: Schema, where: str) -> list[str] | None:

@@ -62,6 +62,11 @@ CLOSED = {"additionalProperties": False}
 LISTED = {"$ref": "#/$defs/list"}
 
 SCHEMAS: list[Any] = [
+    integer(minimum=3, exclusiveMinimum=1.2, maximum=4.5),
+    integer(maximum=-3, exclusiveMaximum=5.5, minimum=-4),
+    number(exclusiveMinimum=0, exclusiveMaximum=0.000002),
+    number(minimum=5, maximum=5),
+    number(exclusiveMinimum=-1e-7, exclusiveMaximum=1e-7),
     # type, alone and several
     *ATOMS,
     *({"type": name} for name in ("string", "integer", "number", "boolean", "null")),
@@ -268,7 +273,7 @@ REFUSED: list[tuple[Any, str]] = [
     (integer(multipleOf=5, minimum=3), "multipleOf"),
     (integer(minimum="3"), "minimum"),
     (integer(minimum=1, exclusiveMinimum=True), "exclusiveMinimum"),
-    (integer(minimum=5, maximum=3), "[mM]inimum"),
+    (integer(minimum=5, maximum=3), "whole number"),
     (text(pattern="["), "cannot be read"),
     (text(pattern=5), "pattern"),
     (text(pattern="^(?!a)b"), "look-around"),
@@ -303,6 +308,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"oneOf": [integer(minimum=0), integer(maximum=9)]}, "exclude each other"),
     ({"allOf": [thing({"a": A}), thing({"b": B})]}, "allOf"),
     ({"minLength": 3, "minimum": 3}, "say which"),
+    ({"type": "number", "exclusiveMinimum": 0.1, "exclusiveMaximum": 0.1000001}, "six decimals"),
+    (thing({"a": {"type": "number", "minimum": 1e-9, "maximum": 2e-9}}), "six decimals"),
+    ({"type": "number", "minimum": 5, "exclusiveMaximum": 5}, "six decimals"),
+    ({"type": "integer", "minimum": 1.2, "maximum": 1.9}, "whole number"),
+    ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "whole number"),
     (thing({f"p{n}": A for n in range(300)}, required=[]), "left out"),
     ({"anyOf": [{}] * 6000}, "parts"),
 ]
