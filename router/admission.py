@@ -467,10 +467,11 @@ class Admission:
         if (own := entry.terms.objectives.tpot_ms) is not None:
             limits.append(own)
         tpot_ms = 1000 * self._ratio("tpot", entry.request.model, forecast).safe(forecast.tpot_s)
-        if limits and tpot_ms > min(limits):
+        most = min(limits, default=math.inf) * (1 - self._settings.margin)
+        if tpot_ms > most:
             return (
                 f"with {forecast.sequences:.0f} sequences a token would take {tpot_ms:.3g} ms, "
-                f"more than {min(limits):g} ms"
+                f"more than {most:.3g} ms"
             )
         return ""
 

@@ -138,9 +138,10 @@ class AdmissionSettings:
     knows objectives and tenants, is better than one at a worker, which does not."""
     default_class: str = STANDARD
     """Class of requests whose key or header names none."""
-    ahead_s: float = 0.25
-    """Seconds of queued prompts at a worker up to which it is sent more. Enough that it is not idle until the
-    next one arrives or it reports again; each second more is out of the router's hands."""
+    ahead_s: float = 0.5
+    """Seconds of queued prompts at a worker up to which it is sent more; at most a quarter of the request's
+    TTFT objective. Twice the time between two load reports: less leaves workers idle or in odd batches, and
+    each second more is out of the router's hands."""
     least_running: int = 4
     """Sequences that a decode worker is given whatever time per token they get: fewer would waste it."""
     margin: float = 0.1

@@ -20,7 +20,7 @@ from router.settings import AdmissionMode, AdmissionSettings, FlowSettings
 ROOM = Forecast(
     ahead_s=0.0, work_s=0.1, tpot_s=0.01, sequences=0, tokens=1000, rate=10_000.0, elsewhere=False
 )
-FULL = replace(ROOM, ahead_s=0.5)
+FULL = replace(ROOM, ahead_s=0.75)
 HIGH = Objectives(ttft_ms=1000, tpot_ms=50, priority=1)
 LOW = Objectives(ttft_ms=60_000, priority=-1, sheddable=True)
 
@@ -75,7 +75,7 @@ def test_with_room_a_request_goes_at_once_and_without_it_waits() -> None:
     assert admitted.tpot_s == pytest.approx(0.01)
     queued = desk.arrive(forecast=FULL)
     assert queued.act is Act.QUEUE
-    assert queued.why == "0.5 s of prompts are queued at its worker, more than 0.25 s"
+    assert queued.why == "0.75 s of prompts are queued at its worker, more than 0.25 s"
     # Room for one more does not let it pass those who wait.
     assert desk.arrive(forecast=ROOM).act is Act.QUEUE
     assert desk.next(FULL) is None
@@ -207,7 +207,7 @@ def test_batch_is_not_let_in_where_it_would_break_what_others_were_promised() ->
     assert desk.arrive(terms(LOW), crowded).act is Act.ADMIT, "nobody was promised anything"
     desk.arrive(terms(HIGH), ROOM, id="promised")
     held = desk.arrive(terms(LOW), crowded, id="held")
-    assert held.why == "with 20 sequences a token would take 60 ms, more than 50 ms"
+    assert held.why == "with 20 sequences a token would take 60 ms, more than 45 ms"
     desk.admission.leave(RequestId("promised"))
     assert desk.next(crowded) == "held"
     # A lower one's promise binds nobody above it.

@@ -79,7 +79,7 @@ def test_a_request_waits_for_room_and_its_record_says_why_and_what_became_of_it(
         record = told(fleet, "r")
         first, second = record["admission"]
         assert (first["verdict"], first["at_s"]) == ("queued", 0.0)
-        assert first["why"] == "1 s of prompts are queued at its worker, more than 0.25 s"
+        assert first["why"] == "1 s of prompts are queued at its worker, more than 0.5 s"
         assert first["forecast"]["ttft_s"] == pytest.approx(1.0, abs=0.05)
         assert second["verdict"] == "admitted"
         assert 1.0 <= second["at_s"] <= 1.3
