@@ -44,6 +44,22 @@ def test_scattered_blocks_arrive_where_they_were_asked_for(bench, each_transport
     run(test())
 
 
+def test_a_worker_pulls_what_it_lends_itself(bench, each_transport):
+    """As one does that took the decode role while its leases of the prefill role stood."""
+
+    async def test():
+        async with bench(each_transport) as world:
+            both = await world.side("p")
+            ticket = both.transfer.grant([5, 63], 32)
+            async with both.transfer.keep(ticket):
+                await both.transfer.pull(ticket, [(0, 1), (1, 2)], 20)
+            assert (both.region.array[[1, 2]] == both.region.array[[5, 63]]).all()
+            await world.idle()
+            assert both.ended(ticket.lease) == ["released"]
+
+    run(test())
+
+
 @pytest.mark.parametrize("cached", [0, 1, 7, 8])
 def test_a_prefix_already_here_shifts_nothing(bench, each_transport, cached):
     async def test():
