@@ -66,14 +66,17 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
     bases = _decode_bases(pool, ask, settings)
     if not bases:
         return None
-    local = _local(pool, ask, settings, bases)
     remote = _remote(pool, ask, settings, bases)
     if not remote:
-        return _take(pool, ask, settings, local, len(local), "no prefill worker")
+        return _take(pool, ask, settings, _local(pool, ask, settings, bases), len(bases), "no prefill worker")
     best = min(map(_seconds, remote))
     short, advantage = settings.local_prefill_tokens, settings.local_advantage
+    # Most decode workers would be too late even if they had the prompt computed for nothing.
+    enough = (ask.tokens - short) / pool.block_size
+    hopeful = [base for base in bases if base[0] * (1.0 if base[3] >= enough else advantage) < best]
+    local = _local(pool, ask, settings, hopeful)
     near = [offer for offer in local if offer[0] * (1.0 if offer[4] <= short else advantage) < best]
-    return _take(pool, ask, settings, near or remote, len(remote) + len(local), "")
+    return _take(pool, ask, settings, near or remote, len(remote) + len(bases), "")
 
 
 def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool) -> Choice | None:
