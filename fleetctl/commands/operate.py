@@ -278,7 +278,8 @@ async def _role(
         if card.role == to and card.state == "ready":
             target.say(f"{worker} is a {to} worker already", **fields, state="ready", changed=False)
             return
-        decode = [one.id for one in cards.values() if one.role == "decode" and one.state == "ready"]
+        same = [one for one in cards.values() if one.model == card.model and one.state == "ready"]
+        decode = [one.id for one in same if one.role == "decode"]
         if to == "prefill" and not force and decode == [worker]:
             raise BadRequest(
                 f"{worker} is the only decode worker that is ready; without one every request is refused: "
