@@ -15,8 +15,10 @@ from fleet.handoff import (
     Ended,
     Frame,
     KvTicket,
+    Lent,
     Prefilled,
     PrefillJob,
+    Proceed,
     Release,
     Started,
     Token,
@@ -111,6 +113,12 @@ class Script:
     lease_s: float = 30.0
     keep: bool = True
     """False: a prefill that keeps no KV."""
+    lend: bool = False
+    """Says `Lent` in the middle of the prompt."""
+    die_lending: bool = False
+    """The process is gone after that."""
+    early_error: str = ""
+    """Jobs whose prompt is still being computed end at once with this error."""
     queued_tokens: int = 0
     """Prompt tokens that its load reports tell of."""
 
@@ -129,6 +137,7 @@ class ScriptedWorker:
         """False: calls beside the path are never answered."""
         self.jobs: list[PrefillJob | DecodeJob] = []
         self.cancels: list[Cancel] = []
+        self.proceeds: dict[tuple[int, int], asyncio.Future[tuple[int, ...]]] = {}
         self.releases: list[LeaseId] = []
         self.leases: dict[LeaseId, RequestId] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -146,6 +155,7 @@ class ScriptedWorker:
                 self.jobs.append(message)
                 key = (id(end), message.stream)
                 self.ids[key] = message.request.id
+                self.proceeds[key] = asyncio.get_running_loop().create_future()
                 work = self._prefill if isinstance(message, PrefillJob) else self._decode
                 task = asyncio.get_running_loop().create_task(work(end, message))  # type: ignore[arg-type]
                 self.running[key] = task
@@ -154,6 +164,8 @@ class ScriptedWorker:
                 self.cancels.append(message)
                 if (task := self.running.get((id(end), message.stream))) is not None and task.cancel():
                     end.send(Frame(ended=(Ended(message.stream, FinishReason.CANCELLED),)))
+            case Proceed(stream, generated):
+                self.proceeds[id(end), stream].set_result(generated)
             case Release(lease):
                 self.releases.append(lease)
                 self.leases.pop(lease, None)
@@ -189,24 +201,32 @@ class ScriptedWorker:
         if self._refused(end, job.stream):
             return
         end.send(Frame(started=(Started(job.stream, "prefill_started"),)))
-        await asyncio.sleep(script.prefill_s)
+        lends = script.lend and job.lend
+        await asyncio.sleep(script.prefill_s / 2 if lends else script.prefill_s)
+        lease = LeaseId(f"{self.card.id}/{job.request.id}/{job.stream}")
+        kv = KvTicket(
+            worker=self.card.id,
+            incarnation=self.card.incarnation,
+            address=self.card.transfer,
+            lease=lease,
+            fingerprint=self.card.fingerprint.digest(),
+            tokens=len(job.request.prompt),
+            lease_s=script.lease_s,
+        )
+        if lends:
+            end.send(Frame(lent=(Lent(job.stream, kv),)))
+            await asyncio.sleep(script.prefill_s / 2)
+            if script.die_lending:
+                self.die()
+                return
         if not await self._alive(end, job.stream, 0):
             return
         self.store(job.request)
         finish = script.finish_with_first
         ticket = None
         if finish is None and script.keep:
-            lease = LeaseId(f"{self.card.id}/{job.request.id}/{job.stream}")
             self.leases[lease] = job.request.id
-            ticket = KvTicket(
-                worker=self.card.id,
-                incarnation=self.card.incarnation,
-                address=self.card.transfer,
-                lease=lease,
-                fingerprint=self.card.fingerprint.digest(),
-                tokens=len(job.request.prompt),
-                lease_s=script.lease_s,
-            )
+            ticket = kv
         end.send(Frame(prefilled=(Prefilled(job.stream, answer(0), None, ticket, 0, finish),)))
 
     async def _decode(self, end: WorkerEnd, job: DecodeJob) -> None:
@@ -217,9 +237,16 @@ class ScriptedWorker:
             await asyncio.sleep(self.script.prefill_s)
         else:
             end.send(Frame(started=(Started(job.stream, "pull_started"), Started(job.stream, "pull_ended"))))
+        generated = job.generated
+        if job.ticket is not None and not generated:
+            if error := self.script.early_error:
+                failed = Ended(job.stream, FinishReason.FAILED, error=error, message="not early")
+                end.send(Frame(ended=(failed,)))
+                return
+            generated = await self.proceeds[id(end), job.stream]
         self.store(job.request)
-        position, most = len(job.generated), job.request.sampling.max_tokens
-        assert job.generated == tuple(answer(n) for n in range(position)), "tokens were lost or repeated"
+        position, most = len(generated), job.request.sampling.max_tokens
+        assert generated == tuple(answer(n) for n in range(position)), "tokens were lost or repeated"
         while position < most:
             await asyncio.sleep(self.script.step_s)
             if not await self._alive(end, job.stream, position):
@@ -235,8 +262,8 @@ class ScriptedWorker:
 
     def _refused(self, end: WorkerEnd, stream: int) -> bool:
         if self.script.refuse:
-            name = Overloaded.__name__
-            end.send(Frame(ended=(Ended(stream, FinishReason.FAILED, error=name, message="queue is full"),)))
+            name, why = Overloaded.__name__, "queue is full"
+            end.send(Frame(ended=(Ended(stream, FinishReason.FAILED, None, name, why, retry_after_s=7.0),)))
         return self.script.refuse
 
     async def _alive(self, end: WorkerEnd, stream: int, position: int) -> bool:

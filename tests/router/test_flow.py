@@ -270,7 +270,7 @@ def test_a_refusal_goes_to_another_worker_and_all_refusals_to_the_client() -> No
     async def refused(fleet: Fleet) -> None:
         got = await ask_and_settle(fleet, request())
         assert isinstance(got.error, Overloaded)
-        assert got.error.retry_after_s > 0
+        assert got.error.retry_after_s == 7.0, "what the worker said"
         assert fleet.router.flow.counters["refusals"] == 3
 
     in_fleet(refused, prefill=(Script(refuse=True), Script(refuse=True)), decode=(Script(refuse=True),))
@@ -290,6 +290,92 @@ def test_decode_workers_that_refuse_after_prefill_leave_no_lease_behind() -> Non
         assert isinstance(got.error, Overloaded)
 
     in_fleet(body, decode=(Script(refuse=True),))
+
+
+def states(fleet: Fleet) -> list[str]:
+    told = fleet.router.explain(request().id)
+    assert told is not None
+    return [step["state"] for step in told["transitions"]]
+
+
+def test_a_decode_worker_begins_while_the_prompt_is_computed_and_is_told_its_first_token() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8
+        (job,) = [job for w in fleet.workers.values() for job in w.jobs if isinstance(job, DecodeJob)]
+        assert job.generated == ()
+        assert states(fleet) == ["reserved", "prefilling", "lending", "ready", "pulling", "done"]
+        assert fleet.router.flow.counters["early_handoffs"] == fleet.router.flow.counters["handoffs"] == 1
+
+    in_fleet(body, prefill=(Script(lend=True),))
+
+
+def test_early_hand_off_can_be_switched_off() -> None:
+    async def body(fleet: Fleet) -> None:
+        assert len((await ask_and_settle(fleet, request())).tokens) == 8
+        assert "lending" not in states(fleet)
+
+    settings = replace(REMOTE, flow=FlowSettings(early_handoff=False))
+    in_fleet(body, prefill=(Script(lend=True),), settings=settings)
+
+
+@pytest.mark.parametrize("error", ["BadRequest", "Overloaded", "Internal", "WorkerLost"])
+def test_an_early_leg_that_fails_costs_the_request_nothing(error: str) -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8, got.error
+        assert states(fleet) == [
+            "reserved", "prefilling", "lending", "prefilling", "ready", "pulling", "done"
+        ]  # fmt: skip
+        counters = fleet.router.flow.counters
+        assert (counters["early_legs"], counters["early_handoffs"], counters["handoffs"]) == (1, 0, 1)
+        assert counters["failovers"] == counters["refusals"] == 0
+
+    in_fleet(body, prefill=(Script(lend=True),), decode=(Script(early_error=error),))
+
+
+def test_every_decode_worker_is_asked_once_to_begin_early() -> None:
+    async def body(fleet: Fleet) -> None:
+        assert len((await ask_and_settle(fleet, request())).tokens) == 8
+        asked = [len(fleet.workers[WorkerId(name)].jobs) for name in ("d1", "d2")]
+        assert sorted(asked) == [1, 2]
+        assert fleet.router.flow.counters["early_legs"] == 2
+
+    full = Script(early_error="Overloaded")
+    in_fleet(body, prefill=(Script(lend=True),), decode=(full, full))
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_prefill_worker_that_dies_while_it_lends_takes_its_early_leg_along(lost: int) -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8, got.error
+        decode = fleet.workers[WorkerId("d1")]
+        assert len(decode.cancels) == lost
+        assert fleet.router.flow.counters["failovers"] == lost
+        assert states(fleet)[:4] == ["reserved", "prefilling", "lending", "reserved"]
+
+    in_fleet(body, prefill=(Script(lend=True, die_lending=True),) * lost)
+
+
+def test_a_client_that_leaves_ends_both_legs() -> None:
+    async def body(fleet: Fleet) -> None:
+        flow = fleet.router.flow
+        run = flow.start(request(), Timeline(asyncio.get_running_loop().time()))
+
+        async def read() -> None:
+            async for _ in run:
+                pass
+
+        reader = asyncio.create_task(read())
+        await fleet.until(lambda: flow.counters["early_legs"] == 1)
+        await run.stop(CancelReason.CLIENT)
+        await reader
+        await fleet.settle()
+        fleet.check_idle()
+        assert [len(worker.cancels) for worker in fleet.workers.values()] == [1, 1]
+
+    in_fleet(body, prefill=(Script(lend=True, prefill_s=1.0),))
 
 
 def test_an_error_of_the_request_itself_is_not_tried_elsewhere() -> None:
