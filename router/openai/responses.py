@@ -5,6 +5,7 @@ Nothing is stored: what refers to an earlier response is refused.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ _RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
+_MESSAGE = re.compile(r"messages\[(\d+)\](\.tool_call_id)?")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = ("reasoning.encrypted_content", _LOGPROBS)
 """The first asks for what is never there; clients of reasoning models send it always."""
@@ -109,10 +111,11 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 async def prepare(body: ResponsesBody, text: ModelText, endpoint: Endpoint) -> Job:
     """BadRequest names the field; nothing has been started."""
+    messages, places = _messages(body)
     try:
-        job = await chat.prepare(as_chat(body), text, endpoint)
+        job = await chat.prepare(as_chat(body, messages), text, endpoint)
     except BadRequest as error:
-        raise _in_our_words(error) from error
+        raise _in_our_words(error, places) from error
     split = job.layout.splits[0] if isinstance(job.layout, PartedLayout) else None
     if body.logprobs and split is not None:
         _refuse("include", "include: logprobs are not shown beside tools or reasoning here, but in a chat's")
@@ -121,9 +124,9 @@ async def prepare(body: ResponsesBody, text: ModelText, endpoint: Endpoint) -> J
     return Job(layout, job.choices, job.stream, include_usage=True, done=b"", failed=layout.failed)
 
 
-def as_chat(body: ResponsesBody) -> ChatBody:
+def as_chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
     """The same request as a chat's body, checked as such."""
-    fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
     fields |= {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
@@ -138,8 +141,12 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     return decode(ChatBody, _encode(fields))
 
 
-def _in_our_words(error: BadRequest) -> BadRequest:
-    param, message = error.param or "", error.message
+def _in_our_words(error: BadRequest, places: Sequence[str]) -> BadRequest:
+    def place(found: re.Match[str]) -> str:
+        return places[int(found[1])] + ("" if found[2] is None else ".call_id")
+
+    param = _MESSAGE.sub(place, error.param or "")
+    message = _MESSAGE.sub(place, error.message)
     for theirs, ours in _RENAMED.items():
         if param == theirs or param.startswith((f"{theirs}.", f"{theirs}[")):
             param = ours + param.removeprefix(theirs)
@@ -148,12 +155,15 @@ def _in_our_words(error: BadRequest) -> BadRequest:
     return type(error)(message, param=param or None, code=error.code)
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
+    """The turns, and of each where in the body it begins."""
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+        places.append("instructions")
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [*messages, {"role": "user", "content": body.input}], [*places, "input"]
     if not body.input:
         _refuse("input", "input must hold at least one item")
     for at, item in enumerate(body.input):
@@ -181,7 +191,8 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
                 f"{where}.type is {str(kind)[:50]!r}; message, function_call, function_call_output and "
                 "reasoning are supported",
             )
-    return messages
+        places += [where] * (len(messages) - len(places))
+    return messages, places
 
 
 def _content(content: Any, where: str) -> Any:

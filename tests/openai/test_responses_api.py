@@ -310,6 +310,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "1"}
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([HI, {"role": "king", "content": "x"}], "input[1].role"),
+        ([HI, {"type": "reasoning", "summary": []}, {"role": "user"}], "input[2].content"),
+        ([HI, {"type": "reasoning", "summary": []}, CALL], "input[2].tool_calls"),
+        ([HI, CALL, {**CALL, "call_id": "d"}, RESULT, {**RESULT, "call_id": "e"}], "input[4].call_id"),
+        ([RESULT], "input[0].call_id"),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_the_item(serve: Any, says: Any, items: list[Any], param: str) -> None:
+    """Whatever turns the items become, and whatever stands before them."""
+
+    async def main() -> None:
+        async with serve(says("ok")) as site:
+            for more in ({}, {"instructions": "be brief"}):
+                response = await ask(site, input=items, **more)
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                assert error["param"] == param, error
+                assert param in error["message"]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=str)
 def test_what_is_refused_is_named(serve: Any, says: Any, body: dict[str, Any], param: str) -> None:
     async def main() -> None:
