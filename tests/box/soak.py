@@ -2,7 +2,7 @@
 
 Seeds S, S+1, … on all cores. Progress goes to stderr, one JSON line at the end to stdout; a failing seed is
 printed when it is found. `--replay SEED` plays one and tells all of it; `--resume FILE` writes down there how
-far it came, and goes on from there. Exit code 1: a seed failed.
+far it came, and goes on from there. Ctrl-C ends it, with its line. Exit code 1: a seed failed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -79,6 +81,11 @@ class Tally:
         )
 
 
+def _leave_interrupts() -> None:
+    """Ctrl-C is for the one that counts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def play_all(seeds: range) -> Tally:
     tally, began = Tally(), time.process_time()
     for seed in seeds:
@@ -100,7 +107,8 @@ def soak(
 ) -> int:
     """Ends after so many schedules or minutes, whatever comes first."""
     began, total, next_seed = time.monotonic(), Tally(), first
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(processes, _leave_interrupts) as pool, suppress(KeyboardInterrupt):
         # Asked for a few at a time, or all seeds of a soak without an end would be queued at once.
         rounds = portions(first, schedules)
         while batch := list(islice(rounds, 4 * processes)):
