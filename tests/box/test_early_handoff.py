@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from whole_fleet import Answer, Box, workload
+from whole_fleet import LATENCY, Answer, Box, Memory, Replica, workload
 
 from engine.bounds import GrammarSettings
 from engine.grammar import Grammars, Vocabulary
+from engine.latency_runner import LatencyRunner
+from engine.runner import Runner
 from engine.settings import EngineSettings
-from fleet.errors import DeadlineExceeded
+from fleet.errors import DeadlineExceeded, Internal
 from fleet.handoff import CancelReason
+from fleet.kv_layout import KvLayout
 from fleet.member import Role
 from fleet.request import Constraint, ConstraintKind, FinishReason, Sampling
 from fleet.stages import Stage, Timeline
@@ -308,3 +313,71 @@ def test_a_constraint_holds_across_an_early_hand_off(lost: str | None) -> None:
     early, late = (run(main(router), horizon_s=60) for router in (EARLY, LATE))
     assert early == late
     assert 5 <= len(json.loads(bytes(early[:-1]))) <= 8
+
+
+class Device(LatencyRunner):
+    """A pool of its own: blocks are copied to where others read them, in time and in turn."""
+
+    host: Memory
+    broken = False
+
+    @property
+    def staged(self) -> bool:
+        return True
+
+    async def to_host(self, blocks: Sequence[int]) -> None:
+        await asyncio.sleep(0.003)
+        if self.broken:
+            raise OSError("the device is gone")
+        self.host[list(blocks)] = self.memory[list(blocks)]
+
+    async def from_host(self, blocks: Sequence[int]) -> None:
+        self.memory[list(blocks)] = self.host[list(blocks)]
+
+
+def devices(made: list[Device]) -> Replica:
+    def replica(settings: EngineSettings) -> tuple[KvLayout, Callable[[Memory], Runner]]:
+        layout = LatencyRunner.layout_of(settings.block_size)
+
+        def make(memory: Memory) -> Runner:
+            device = Device(np.zeros_like(memory), layout, LATENCY)
+            device.host = memory
+            made.append(device)
+            return device
+
+        return layout, make
+
+    return replica
+
+
+@pytest.mark.parametrize("after_s", [None, 0.03, 0.034, 0.1, 0.236, 0.25])
+def test_pools_in_devices_hand_over_early_and_leave_nothing(after_s: float | None) -> None:
+    async def main() -> None:
+        async with box_of(replica=devices([])) as box:
+            request = box.request(PROMPT, ANSWER, 1)
+            if after_s is None:
+                right(box, await box.ask(request))
+                assert counter(box, "pulled_early_blocks") == 56
+                return
+            asked = asyncio.create_task(box.ask(request))
+            await asyncio.sleep(after_s)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    run(main(), horizon_s=60)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.22])
+def test_a_device_that_breaks_while_its_blocks_are_lent_costs_that_request_only(after_s: float) -> None:
+    made: list[Device] = []
+
+    async def main() -> None:
+        async with box_of(replica=devices(made)) as box:
+            asked = asyncio.create_task(box.ask(box.request(PROMPT, ANSWER, 1)))
+            await asyncio.sleep(after_s)
+            made[0].broken = True
+            assert isinstance((await asked).error, Internal)
+            made[0].broken = False
+            right(box, await box.ask(box.request(range(1, 900), ANSWER, 2)), range(1, 900))
+
+    run(main(), horizon_s=60)
