@@ -126,21 +126,25 @@ class Fleet:
 def in_fleet(
     body: Callable[[Fleet], Coroutine[Any, Any, T]],
     *,
-    prefill: tuple[Script, ...] = (Script(),),
-    decode: tuple[Script, ...] = (Script(),),
+    prefill: tuple[Script, ...] | None = None,
+    decode: tuple[Script, ...] | None = None,
     settings: RouterSettings = REMOTE,
 ) -> T:
+    # Made here: tests change a worker's script while it plays.
+    prefill_scripts = (Script(),) if prefill is None else prefill
+    decode_scripts = (Script(),) if decode is None else decode
+
     async def whole() -> T:
         fleet = await Fleet(settings).start()
         try:
-            for n, script in enumerate(prefill, 1):
+            for n, script in enumerate(prefill_scripts, 1):
                 await fleet.add(card(f"p{n}", Role.PREFILL), script)
-            for n, script in enumerate(decode, 1):
+            for n, script in enumerate(decode_scripts, 1):
                 await fleet.add(card(f"d{n}"), script)
             await fleet.until(
                 lambda: (
                     sum(w.usable and w.report is not None for w in fleet.router.roster.workers())
-                    == len(prefill) + len(decode)
+                    == len(prefill_scripts) + len(decode_scripts)
                 )
             )
             return await body(fleet)
