@@ -317,3 +317,41 @@ def test_closing_revokes_and_ends_the_watches() -> None:
         await registry.close()
 
     play(scene)
+
+
+def test_answers_that_are_lost_cost_neither_the_lease_nor_the_picture() -> None:
+    """What was asked for happened all the same: keys are put under a lease that its owner does not know."""
+
+    async def scene(hub: MemoryHub) -> None:
+        ((first, lease),) = await fleet(hub, 1)
+        watching = hub.registry()
+        eye = Eye(watching)
+        await asyncio.sleep(10)
+        first.unanswered = watching.unanswered = True
+        await lease.put("/w/0", b"new")
+        await asyncio.sleep(4 * TTL_S)
+        assert not eye.live
+        assert not lease.registered
+        first.unanswered = watching.unanswered = False
+        await asyncio.sleep(2 * TTL_S)
+        assert eye.live
+        assert eye.views[-1].values == {"/w/0": b"new"}
+        assert lease.registered
+
+    play(scene)
+
+
+def test_a_listing_that_comes_late_is_followed_by_what_changed_since() -> None:
+    async def scene(hub: MemoryHub) -> None:
+        _, (second, _) = await fleet(hub, 2)
+        hub.list_s = 2.0
+        eye = Eye(hub.registry())
+        await asyncio.sleep(1.0)
+        hub.delete("/w/1")
+        second.cut = True
+        await asyncio.sleep(1.5)
+        hub.list_s = 0.0
+        await asyncio.sleep(20)
+        assert eye.keys == {"/w/0"}
+
+    play(scene)
