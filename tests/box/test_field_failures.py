@@ -16,6 +16,7 @@ from fleet.request import FinishReason, Request, Sampling
 from fleet.virtual_time import run
 from kv_transfer.loopback import Damage
 from kv_transfer.settings import TransferSettings
+from router.settings import CostSettings, RouterSettings
 
 SMALL = EngineSettings(block_size=4, max_batch=8, max_step_tokens=40)
 
@@ -195,3 +196,30 @@ def test_under_memory_pressure_waits_are_bounded_and_one_that_outgrows_fails_alo
             assert last.tokens == box.truth(outgrows)[: len(last.tokens)]
 
     run(main(), horizon_s=3600)
+
+
+def test_a_late_write_of_a_request_that_was_given_up_lands_on_nobody() -> None:
+    """The client leaves in the middle of a read; another takes what room there is, at once."""
+
+    async def main() -> None:
+        engine = EngineSettings(block_size=4, max_batch=8, max_step_tokens=128)
+        near = RouterSettings(cost=CostSettings(local_prefill_tokens=12, local_advantage=1e9))
+        async with Box(1, 1, blocks=40, engine=engine, router=near) as box:
+            box.hub.bytes_s = 3e7  # a read of 15 blocks takes 0.18 s, less than its fence
+            reading = asyncio.Event()
+            box.hub.tap = lambda reader, source, what: reading.set() if what == "read" else None
+            given_up = asyncio.create_task(box.ask(box.request(range(60), Sampling(max_tokens=9), 1)))
+            await reading.wait()
+            await asyncio.sleep(0.03)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            await asyncio.sleep(0.002)
+            await asyncio.gather(
+                *(
+                    right(box, box.request(range(n, n + 8), Sampling(max_tokens=50), n))
+                    for n in (200, 300, 400)
+                )
+            )
+            assert counters_of(box, "decode-0")["local_prefills"] == 3
+
+    run(main(), horizon_s=600)
