@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleet.goodput import End, Outcome
+
 
 @dataclass(slots=True)
 class Heard:
@@ -23,19 +25,27 @@ class Heard:
     ended: float = 0.0
 
     @property
+    def outcome(self) -> Outcome:
+        """As the fleet itself judges, of any server, from where the client sits."""
+        if self.error is None and self.finish:
+            end = End.FINISHED
+        elif self.status == 429:
+            end = End.REJECTED
+        else:
+            end = End.INVALID if 400 <= self.status < 500 else End.FAILED
+        return Outcome(end, self.ended - self.started, [at - self.started for at in self.tokens])
+
+    @property
     def ttft(self) -> float | None:
-        return self.tokens[0] - self.started if self.tokens else None
+        return self.outcome.ttft_s
 
     @property
     def tpot(self) -> float | None:
-        """Mean gap between tokens, (last − first) / (count − 1); None for fewer than two."""
-        if len(self.tokens) < 2:
-            return None
-        return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+        return self.outcome.tpot_s
 
     @property
     def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+        return self.outcome.gaps
 
 
 async def stream(host: str, port: int, path: str, body: dict[str, Any], limit_s: float = 600.0) -> Heard:

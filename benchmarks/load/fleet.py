@@ -19,6 +19,8 @@ from urllib.parse import urlparse
 
 from benchmarks.load.client import Heard, stream
 from benchmarks.report import emit
+from fleet.goodput import summarize
+from fleet.objectives import Objectives
 
 WORDS = [
     "river",
@@ -94,7 +96,7 @@ async def load(url: str, model: str, clients: int, texts: list[str], tokens: int
     return answers
 
 
-def report(case: str, answers: list[Heard], settings: dict[str, object]) -> None:
+def report(case: str, answers: list[Heard], promised: Objectives, settings: dict[str, object]) -> None:
     good = [a for a in answers if a.error is None and a.finish]
     shown = {**settings, "requests": len(answers), "failed": len(answers) - len(good)}
     if not good:
@@ -106,6 +108,11 @@ def report(case: str, answers: list[Heard], settings: dict[str, object]) -> None
     emit(f"{case}/tpot", "s", [a.tpot for a in good if a.tpot is not None], **shown)
     emit(f"{case}/itl", "s", [gap for a in good for gap in a.gaps], **shown)
     emit(f"{case}/first_to_second_token", "s", [a.gaps[0] for a in good if a.gaps], **shown)
+    # Of all that were asked, the failed ones too: those count against it.
+    figures = summarize((a.outcome for a in answers), promised, span)
+    if figures.goodput is not None and figures.attainment is not None:
+        shown |= {"ttft_ms": promised.ttft_ms, "tpot_ms": promised.tpot_ms}
+        emit(f"{case}/goodput", "requests/s", [figures.goodput], attainment=figures.attainment, **shown)
 
 
 def main(argv: list[str]) -> None:
@@ -117,6 +124,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ttft-ms", type=float, default=2000, help="objective that goodput is judged by")
+    parser.add_argument("--tpot-ms", type=float, default=150, help="likewise")
     parser.add_argument("--set", action="append", default=[], help="a setting for fleetctl up")
     parser.add_argument("--url", help="measure this server instead of a fleet of its own")
     parser.add_argument("--model", help="its model", default="")
@@ -132,7 +141,8 @@ def main(argv: list[str]) -> None:
 
     def measure(url: str, model: str, case: str) -> None:
         asyncio.run(load(url, model, 2, warm, 8))
-        report(case, asyncio.run(load(url, model, given.clients, texts, given.tokens)), settings)
+        promised = Objectives(ttft_ms=given.ttft_ms, tpot_ms=given.tpot_ms)
+        report(case, asyncio.run(load(url, model, given.clients, texts, given.tokens)), promised, settings)
 
     if given.url:
         measure(given.url, given.model, "peer")
