@@ -44,6 +44,8 @@ _CLOSE_NS = 500_000_000
 _TAG_BITS = 20
 """Low bits of a tag: index within the read; above it the read's number, used once a connection."""
 
+_LAST_ROUNDS = 200
+"""Of progress, after which a closed path's requests have ended; microseconds each."""
 _retired: list[Any] = []
 """Workers whose requests would not end: kept for ever and never progressed, because ucxx progresses a
 worker when it is destroyed."""
@@ -182,6 +184,7 @@ class _Worker:
     async def fenced(self, batch: _Batch) -> None:
         """After a forced close of its endpoint: return when nothing of this batch can be written any more."""
         if not batch.look():
+            self.ucx.cancel_inflight_requests()  # The close alone does not end each of them.
             self.kick()
             await asyncio.wait({batch.over}, timeout=1.0)
             if not batch.over.done():
@@ -189,8 +192,8 @@ class _Worker:
                 self.retire()
 
     def retire(self) -> None:
-        _retired.append((self.ucx, list(self._batches)))
-        self.close()
+        _retired.append((self.ucx, self._batches))
+        self._stop()
         for batch in self._batches:
             if not batch.over.done():
                 batch.over.set_result(None)
@@ -198,6 +201,15 @@ class _Worker:
     def close(self) -> None:
         if self._closed:
             return
+        self._stop()
+        # A path that broke leaves requests of UCX's own behind, and each keeps endpoint, worker and their ten
+        # descriptors, for ever if it is not told.
+        self.ucx.cancel_inflight_requests()
+        for _ in range(_LAST_ROUNDS):
+            self.ucx.progress_once()
+        self.ucx, self._batches = None, []
+
+    def _stop(self) -> None:
         self._closed = True
         self._loop.remove_reader(self._fd)
         for handle in (self._scheduled, self._watch):
@@ -372,6 +384,7 @@ class _Serving:
     def _rest(self) -> None:
         if self._aborted.done() and not self._tasks:
             self._worker.close()
+            self._endpoint = None
 
     def copied(self, number: int) -> None:
         pass
@@ -427,6 +440,7 @@ class UcxConnection:
         """The worker goes when the path is closed and its last read has ended."""
         if self.closed and not self._reads:
             self._worker.close()
+            self._endpoint = None
 
     async def read(self, lease: LeaseId, chunk: Chunk) -> None:
         await settled(
