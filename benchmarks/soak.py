@@ -151,8 +151,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=80, help="of the longest answer")
     parser.add_argument("--every", type=float, default=8.0, help="seconds between faults; 0: none")
     parser.add_argument(
-        "--faults", default="kill,freeze,drain,scale,servers",
-        help="which: kill, freeze, drain, scale of workers; servers: etcd and NATS too",
+        "--faults", default="kill,freeze,drain,scale,turn,servers",
+        help="which: kill, freeze, drain, scale, turn of workers; servers: etcd and NATS too",
     )  # fmt: skip
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=3)

@@ -8,6 +8,7 @@ is the machine's business: a seed names an experiment, not a trace.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -15,11 +16,14 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from processes import Fleet, Process, Watcher, all_up, until
 
 from engine.latency_runner import reference_tokens
+from fleet.errors import FleetError
+from fleet.member import MemberState, Role
 from fleet.request import Sampling
 
 WORDS = ("river", "stone", "cloud", "paper", "engine", "garden", "letter", "winter", "market", "bridge")
@@ -187,8 +191,8 @@ async def _follow(
 @dataclass(frozen=True, slots=True)
 class Fault:
     kind: str
-    """kill, freeze, drain (SIGTERM, and soon back), scale (the same, for longer), empty (killed, and all its
-    data lost)."""
+    """kill, freeze, drain (SIGTERM, and soon back), scale (the same, for longer), turn (another role, and
+    back), empty (killed, and all its data lost)."""
     victim: str
     seconds: float
     """For which it is away, or frozen."""
@@ -219,7 +223,9 @@ class Trouble:
             victim, ("kill", "freeze") if victim in fleet.http else self.worker_faults
         )
         kind = "freeze" if victim in self.spared else chance.choice(kinds)
-        longest = {"freeze": self.freeze_s, "scale": self.scale_s}.get(kind, self.away_s)
+        longest = {"freeze": self.freeze_s, "scale": self.scale_s, "turn": self.scale_s}.get(
+            kind, self.away_s
+        )
         return Fault(kind, victim, chance.uniform(0.05, longest))
 
 
@@ -377,6 +383,8 @@ class Chaos:
                     group.create_task(self._do(fault))
 
     async def _do(self, fault: Fault) -> None:
+        if fault.kind == "turn":
+            return await self._turn(fault)
         server = {"etcd": self.fleet.etcd, "nats": self.fleet.nats}.get(fault.victim)
         begin, end = server_steps(server, fault.kind) if server else self._steps(fault)
         beginning = asyncio.create_task(asyncio.to_thread(begin))
@@ -388,6 +396,30 @@ class Chaos:
             await beginning
             await asyncio.to_thread(end)
             self._busy.discard(fault.victim)
+
+    async def _turn(self, fault: Fault) -> None:
+        wire, victim = self.watcher.wire, fault.victim
+        own = Role.PREFILL if victim.startswith("prefill") else Role.DECODE
+        other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
+
+        async def turned(role: Role) -> bool:
+            card = await self.watcher.card(victim)
+            if card is None:
+                return False
+            if card.role is role and card.state is MemberState.READY:
+                return True
+            with contextlib.suppress(FleetError):
+                await wire.take_role(card.address, role, 5.0, 5.0)
+            return False
+
+        try:
+            for role in (other, own):
+                await until(partial(turned, role), 90.0, lambda: f"{victim} takes no other role")
+                await asyncio.sleep(fault.seconds if role is other else 0.0)
+        except AssertionError as error:
+            self.result.wrong.append(str(error))
+        finally:
+            self._busy.discard(victim)
 
     def _steps(self, fault: Fault) -> tuple[Callable[[], object], Callable[[], object]]:
         process = self.fleet.processes[fault.victim]
