@@ -182,11 +182,11 @@ class DecodeService:
         if constraint is None:
             return None
 
-        async def compile() -> None:
+        async def ahead() -> None:
             with contextlib.suppress(FleetError):  # Told when it is wanted.
                 await self._engine.matcher(constraint, ())
 
-        return asyncio.get_running_loop().create_task(compile())
+        return asyncio.get_running_loop().create_task(ahead())
 
     def proceed(self, stream: Stream, generated: tuple[int, ...]) -> None:
         first = self._first.get(stream.id)
