@@ -39,7 +39,7 @@ from router.settings import CostSettings, FlowSettings, RouterSettings, WatchSet
 LINKS = ("to worker", "to router", "bus", "registry", "kv")
 SAFE_WORKER, SAFE_ROUTER = "decode-0", "router"
 """Spared by everything in a schedule that is `safe`: with them alone every request can be served."""
-LATENCY = LatencyModel(base_s=0.012, per_prompt_token_s=0.001, per_decode_s=0.001, per_context_token_s=1e-6)
+LATENCY = LatencyModel(base_s=0.03, per_prompt_token_s=0.001, per_decode_s=0.001, per_context_token_s=1e-6)
 DEADLINE_S = 25.0
 HEAL_LIMIT_S = 90.0
 """Virtual seconds after which a healed fleet must be idle, whole and proven."""
@@ -170,7 +170,7 @@ def _clients(schedule: Schedule, chance: random.Random, longest: int, busy: bool
         leaves, vanishes = chance.random() < 0.08, chance.random() < 0.08
         clients.append(
             Client(
-                at=chance.uniform(0.0, 0.1 if busy else 1.5),
+                at=chance.uniform(0.0, 0.1 if busy else 1.0),
                 router=chance.choice(schedule.router_names),
                 request=request,
                 stop_after=chance.randrange(1, 20) if leaves else None,
