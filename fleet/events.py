@@ -1,11 +1,12 @@
-"""What a worker tells everybody: changes of its KV blocks and its load. At most once, so numbered."""
+"""What a worker tells everybody: changes of its KV blocks and its load; and a router the other routers: what
+it sends where. At most once, so numbered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fleet.ids import Incarnation, WorkerId
+from fleet.ids import Incarnation, RequestId, WorkerId
 
 
 class Tier(StrEnum):
@@ -106,6 +107,46 @@ class LoadReport:
     """Totals since start: see `docs/counters.md`; shown by `fleetctl status --json`."""
     stalled_s: float = 0.0
     """Seconds for which a step has been owed and none has ended; 0 while none is owed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A request that a router has sent to a worker."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    request: RequestId
+    tokens: int
+    """Prompt tokens to compute there."""
+    blocks: int
+    """To find room for there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What was sent there is over, however it ended."""
+
+    worker: WorkerId
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class RouterMoves:
+    """What one router did of late, for the others to count before the workers report it; numbered without
+    gaps within one life of it, from 1."""
+
+    router: str
+    """Its name, to be shown."""
+    life: Incarnation
+    sequence: int
+    whole: bool
+    """`sent` is all that no report counts, as far as this router knows: nothing else of it is under way."""
+    sent: tuple[Dispatch, ...]
+    settled: tuple[Settled, ...]
+
+
+def moves_subject(fleet: str, life: str = "*") -> str:
+    return f"pdfleet.{fleet}.moves.{life}"
 
 
 def load_subject(fleet: str, worker: str = "*") -> str:

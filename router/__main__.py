@@ -93,7 +93,8 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         wire = TcpWire(settings.wire, control.tls())
         stack.push_async_callback(wire.close)
         name, text = await asyncio.to_thread(load_text, settings)
-        router = Router(settings, control.fleet, registry, bus, wire, frozenset({name}))
+        id = settings.router_id or f"router-{secrets.token_hex(3)}"
+        router = Router(settings, control.fleet, registry, bus, wire, frozenset({name}), name=id)
 
         def context(model: str) -> int | None:
             return max((pool.max_tokens for pool in router.roster.pools(model)), default=None)
@@ -116,9 +117,9 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         serving = tasks.create_task(server.serve())
         host = f"[{control.advertised}]" if ":" in control.advertised else control.advertised
         url = f"{'https' if settings.http.tls_cert else 'http'}://{host}:{server.port}"
-        id = settings.router_id or f"router-{secrets.token_hex(3)}"
         card = {
             "id": id,
+            "life": router.life,
             "http": url,
             "pid": os.getpid(),
             "host": socket.gethostname(),

@@ -1,17 +1,17 @@
 """The roster: which workers could serve what now, and how loaded each is. Pure.
 
 A fold of what the registry shows, what the workers report, how their sessions fare and what this router
-itself sent there. A figure nobody gave is a documented guess (`UnknownSettings`), never zero.
+and the others sent there. A figure nobody gave is a documented guess (`UnknownSettings`), never zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fleet.block_hash import HASH_SPEC
-from fleet.events import LoadReport
+from fleet.events import Dispatch, LoadReport, Settled
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.member import MemberState, Role, WorkerCard
@@ -30,13 +30,15 @@ class LinkState(StrEnum):
 
 @dataclass(slots=True)
 class _Sent:
-    """One request of this router at a worker."""
+    """One request at a worker, of this router or another."""
 
     tokens: int
     blocks: int
     counted: bool = False
     """The worker's report includes it, or would if it were there."""
     missed: bool = False
+    at: float = 0.0
+    """When another router's was heard of."""
 
 
 @dataclass(slots=True)
@@ -56,8 +58,10 @@ class Standing:
     sent: dict[RequestId, _Sent] = field(default_factory=dict)
     own_tokens: int = 0
     """Of all in `sent`."""
+    others: dict[tuple[Incarnation, RequestId], _Sent] = field(default_factory=dict)
+    """What other routers sent there, by their lives."""
     new: int = 0
-    """How many in `sent` the report does not count."""
+    """How many in `sent` and `others` the report does not count."""
     new_tokens: int = 0
     new_blocks: int = 0
     settled: int = 0
@@ -115,15 +119,19 @@ class Change:
 
 
 class Roster:
-    def __init__(self, unknown: UnknownSettings, *, mass_share: float = 0.5) -> None:
+    def __init__(self, unknown: UnknownSettings, *, mass_share: float = 0.5, grace_s: float = 1.0) -> None:
+        """`grace_s`: see `PeerSettings`."""
         self._unknown = unknown
         self._mass_share = mass_share
+        self._grace_s = grace_s
         self._workers: dict[WorkerId, Standing] = {}
         self._pools: dict[str, tuple[Pool, ...]] = {}
         self.refused: dict[WorkerId, str] = {}
         """Listed workers that are never used, and why."""
         self.routers = 1
-        """Routers in the fleet, this one included."""
+        """Routers that choose without seeing each other's choices, this one included."""
+        self.tell: Callable[[Dispatch | Settled], None] = lambda move: None
+        """Is told what this router sends and what of it is over, for the others."""
 
     # -- what is known
 
@@ -248,9 +256,15 @@ class Roster:
             sent.counted = sent.counted or request in listed or sent.missed
             sent.missed = request not in listed
             if not sent.counted:
-                standing.new += 1
-                standing.new_tokens += sent.tokens
-                standing.new_blocks += sent.blocks
+                self._count(standing, sent)
+        for (_, request), sent in standing.others.items():
+            if request in listed:
+                sent.counted, sent.missed = True, False
+            elif sent.counted or now - sent.at > self._grace_s:
+                # Over, or never come: kept until its router says so too, lest it is counted once more.
+                sent.counted = sent.missed = True
+            else:
+                self._count(standing, sent)
         self._refresh(standing)
         return True
 
@@ -273,12 +287,11 @@ class Roster:
         if standing is None:
             return
         self.settle(worker, request)
-        standing.sent[request] = _Sent(tokens, blocks)
+        standing.sent[request] = sent = _Sent(tokens, blocks)
         standing.own_tokens += tokens
-        standing.new += 1
-        standing.new_tokens += tokens
-        standing.new_blocks += blocks
+        self._count(standing, sent)
         self._refresh(standing)
+        self.tell(Dispatch(worker, standing.card.incarnation, request, tokens, blocks))
 
     def settle(self, worker: WorkerId, request: RequestId) -> None:
         """That dispatch is over, however it ended; idempotent."""
@@ -287,24 +300,90 @@ class Roster:
         if standing is None or sent is None:
             return
         standing.own_tokens -= sent.tokens
-        if not sent.counted:
-            standing.new -= 1
-            standing.new_tokens -= sent.tokens
-            standing.new_blocks -= sent.blocks
-        elif not sent.missed:
-            standing.settled += 1
-            standing.settled_tokens += sent.tokens
+        self._discount(standing, sent)
+        self._refresh(standing)
+        self.tell(Settled(worker, request))
+
+    # -- what other routers do
+
+    def unreported(self) -> tuple[Dispatch, ...]:
+        """All that this router sent and no report counts, the oldest of each worker first."""
+        return tuple(
+            Dispatch(worker.id, worker.card.incarnation, request, sent.tokens, sent.blocks)
+            for worker in self._workers.values()
+            for request, sent in worker.sent.items()
+            if not sent.counted
+        )
+
+    def other_sent(self, router: Incarnation, dispatch: Dispatch, now: float) -> None:
+        """Another router sent this. Counts at once; what is known already stays as it is."""
+        standing = self._workers.get(dispatch.worker)
+        key = (router, dispatch.request)
+        if standing is None or standing.card.incarnation != dispatch.incarnation or key in standing.others:
+            return
+        standing.others[key] = sent = _Sent(dispatch.tokens, dispatch.blocks, at=now)
+        self._count(standing, sent)
         self._refresh(standing)
 
+    def other_settled(self, router: Incarnation, settled: Settled) -> None:
+        standing = self._workers.get(settled.worker)
+        sent = standing.others.pop((router, settled.request), None) if standing is not None else None
+        if standing is None or sent is None:
+            return
+        self._discount(standing, sent)
+        self._refresh(standing)
+
+    def other_sent_only(self, router: Incarnation, kept: Collection[tuple[WorkerId, RequestId]]) -> None:
+        """Nothing of that router is under way and unreported but these."""
+        for worker in self._workers.values():
+            gone = [
+                key
+                for key, sent in worker.others.items()
+                if key[0] == router and (not sent.counted or sent.missed) and (worker.id, key[1]) not in kept
+            ]
+            for _, request in gone:
+                self.other_settled(router, Settled(worker.id, request))
+
+    def forget_other(self, router: Incarnation) -> None:
+        """What it sent is counted as far as the workers' reports count it."""
+        for worker in self._workers.values():
+            gone = [key for key in worker.others if key[0] == router]
+            for key in gone:
+                sent = worker.others.pop(key)
+                if not sent.counted:
+                    self._discount(worker, sent)
+            if gone:
+                self._refresh(worker)
+
     # -- how
+
+    @staticmethod
+    def _count(worker: Standing, sent: _Sent) -> None:
+        worker.new += 1
+        worker.new_tokens += sent.tokens
+        worker.new_blocks += sent.blocks
+
+    @staticmethod
+    def _discount(worker: Standing, sent: _Sent) -> None:
+        """It is over."""
+        if not sent.counted:
+            worker.new -= 1
+            worker.new_tokens -= sent.tokens
+            worker.new_blocks -= sent.blocks
+        elif not sent.missed:
+            worker.settled += 1
+            worker.settled_tokens += sent.tokens
 
     def _refresh(self, worker: Standing) -> None:
         """The figures a choice reads: the worker's own, corrected by what was sent and ended since."""
         unknown, report = self._unknown, worker.report
         if report is None:
+            others = [sent for sent in worker.others.values() if not sent.missed]
+            count = len(worker.sent) + len(others)
             worker.queued_tokens = unknown.queued_tokens + worker.own_tokens
-            worker.sequences = unknown.sequences + len(worker.sent)
-            worker.waiting = len(worker.sent)
+            worker.queued_tokens += sum([sent.tokens for sent in others])
+            worker.sequences = unknown.sequences + count
+            worker.waiting = count
             worker.blocks_free = worker.card.blocks / 2
             worker.prefill_tokens_s = unknown.prefill_tokens_s
             worker.decode_step_s = unknown.decode_step_s

@@ -195,6 +195,28 @@ class WatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """What routers of one fleet tell each other, so that each counts what the others send."""
+
+    batch_s: float = 0.02
+    """Least time between two messages of a router, seconds: the first goes at once, what follows within it
+    goes together. The longest for which routers do not see each other's choices."""
+    whole_s: float = 1.0
+    """How often a router tells all that no worker has reported yet, seconds: what makes up for lost messages,
+    and shows that it lives."""
+    silent_s: float = 3.0
+    """Seconds without a message after which a router counts as unseen, and nothing of it is counted."""
+    grace_s: float = 1.0
+    """Seconds for which a worker's reports may not know what another router says it sent there: it may still
+    be on its way. Then it is not counted."""
+    max_dispatches: int = 4096
+    """Dispatches in one message, about 70 bytes each: what NATS takes, with room. The oldest are left out."""
+
+    def __post_init__(self) -> None:
+        _positive(self, *(item.name for item in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSettings:
     """Everything the router core takes; the ingress has its own."""
 
@@ -206,6 +228,7 @@ class RouterSettings:
     objectives: Mapping[str, Objectives] = field(default_factory=lambda: dict(CLASSES))
     """Classes of requests, by name."""
     watch: WatchSettings = field(default_factory=WatchSettings)
+    peers: PeerSettings = field(default_factory=PeerSettings)
 
     def __post_init__(self) -> None:
         for name in self.objectives:

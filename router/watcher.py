@@ -8,22 +8,31 @@ known ones are served on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from fleet.bus import Bus, Subscription
 from fleet.card_codec import decode_card
 from fleet.errors import FleetError, Internal
-from fleet.events import KvEvents, LoadReport, kv_subject, load_subject
-from fleet.ids import RequestId, WorkerId
+from fleet.events import Dispatch, KvEvents, LoadReport, Settled, kv_subject, load_subject, moves_subject
+from fleet.ids import Incarnation, RequestId, WorkerId, new_incarnation
 from fleet.member import WorkerCard, workers_prefix
 from fleet.registry import Registry, View
 from fleet.wire import Wire
-from fleet.wire.codec import decode_kv_events, decode_load_report
+from fleet.wire.codec import (
+    decode_kv_events,
+    decode_load_report,
+    decode_router_moves,
+    encode_router_moves,
+)
 from router.flow import Flow
 from router.link import Link
+from router.peers import Heard, Outbox, Peers
 from router.prefix_index import Outcome, PrefixIndex
 from router.roster import Change, LinkState, Roster
 from router.settings import RouterSettings
@@ -50,18 +59,31 @@ class Router:
         bus: Bus,
         wire: Wire,
         models: frozenset[str] = frozenset(),
+        *,
+        name: str = "router",
+        life: Incarnation | None = None,
     ) -> None:
-        """`models`: names that the ingress serves; a worker of another is pointed out. Empty: not known."""
+        """`models`: names that the ingress serves; a worker of another is pointed out. Empty: not known.
+        `name` and `life` are what other routers know this one by; a life is drawn where none is given."""
         self._models = models
         self.settings = settings
         self.fleet = fleet
-        self.roster = Roster(settings.unknown, mass_share=settings.watch.mass_share)
+        self.name = name
+        self.life = life or new_incarnation()
+        self.roster = Roster(
+            settings.unknown, mass_share=settings.watch.mass_share, grace_s=settings.peers.grace_s
+        )
+        self.roster.tell = self._tell
+        self.peers = Peers(self.life, self.roster, settings.peers)
+        self._outbox = Outbox(name, self.life, self.roster, settings.peers)
+        self._to_tell = asyncio.Event()
         self.index = PrefixIndex(settings.index)
         self.links: dict[WorkerId, Link] = {}
         self.flow = Flow(settings, self.roster, self.index, self.links)
         self.counters: Counter[str] = Counter()
         """Totals since start: `views`, `kv_messages`, `load_messages`, `bad_messages`, `bus_dropped`,
-        `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap)."""
+        `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap); of other
+        routers `peer_messages`, `peer_gaps` and `peers_silent`."""
         self._registry = registry
         self._bus = bus
         self._wire = wire
@@ -83,10 +105,13 @@ class Router:
                 # Subscribed before the first look at the registry: no event falls in between.
                 events = await self._bus.subscribe(kv_subject(self.fleet))
                 loads = await self._bus.subscribe(load_subject(self.fleet))
+                moves = await self._bus.subscribe(moves_subject(self.fleet))
                 tasks.create_task(self._follow_events(events))
                 tasks.create_task(self._follow_loads(loads))
                 tasks.create_task(self._follow_workers())
                 tasks.create_task(self._follow_routers())
+                tasks.create_task(self._follow_moves(moves))
+                tasks.create_task(self._tell_others())
                 tasks.create_task(self._tick())
         finally:
             self._tasks = None
@@ -162,12 +187,51 @@ class Router:
             self._ask(card)
 
     async def _follow_routers(self) -> None:
+    # -- other routers
+
         async for view in self._registry.watch(routers_prefix(self.fleet)):
             if view.live:
-                self.roster.routers = max(1, len(view.values))
+                lives = [_life_in(value) for value in view.values.values()]
+                known = [life for life in lives if life is not None]
+                self.peers.listed(known, nameless=len(lives) - len(known))
+                self._to_tell.set()
         raise Internal("the watch of the registry ended")
 
     # -- bus
+    async def _follow_moves(self, subscription: Subscription) -> None:
+        async for message in subscription:
+            try:
+                moves = decode_router_moves(message.data)
+            except ValueError as error:
+                self._bad(message.subject, error)
+                continue
+            heard = self.peers.apply(moves, asyncio.get_running_loop().time())
+            self.counters["peer_messages"] += heard is not Heard.OWN
+            self.counters["peer_gaps"] += heard is Heard.GAP
+        raise Internal("the subscription to what other routers do ended")
+
+    def _tell(self, move: Dispatch | Settled) -> None:
+        self._outbox.add(move)
+        self._to_tell.set()
+
+    async def _tell_others(self) -> None:
+        """The first move goes at once; those that follow soon go together. Alone, a router says nothing."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._to_tell.clear()
+            if not self.peers.others:
+                self._outbox.clear()
+                await self._to_tell.wait()
+                continue
+            if self._outbox.due(loop.time()) > loop.time():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._outbox.due(loop.time())):
+                        await self._to_tell.wait()
+                continue
+            moves = self._outbox.take(loop.time())
+            await self._bus.publish(moves_subject(self.fleet, self.life), encode_router_moves(moves))
+            await asyncio.sleep(self.settings.peers.batch_s)
+
 
     async def _follow_events(self, subscription: Subscription) -> None:
         async for message in subscription:
@@ -280,6 +344,9 @@ class Router:
                 # Its events come the same way: what they told is not to be trusted either.
                 self.index.doubt(worker, "no load reports")
             for standing in self.roster.workers():
+            for router in self.peers.expire(loop.time()):
+                self.counters["peers_silent"] += 1
+                log.warning("router %s is silent: what it sends is not seen here", router)
                 self._ask(standing.card)
             self.index.tidy(loop.time())
             if self.index.forgotten > self.counters["forgotten"]:
@@ -290,3 +357,11 @@ class Router:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "the router does not run"
         return self._tasks.create_task(work)
+
+
+def _life_in(card: bytes) -> Incarnation | None:
+    """Of a router's card; None: it does not say, being of another version."""
+    try:
+        return Incarnation(str(msgspec.json.decode(card, type=dict[str, str | int])["life"]))
+    except (msgspec.MsgspecError, KeyError):
+        return None

@@ -27,11 +27,14 @@ from fleet.events import (
     BlocksDropped,
     BlocksStored,
     Cleared,
+    Dispatch,
     KvDigest,
     KvEvent,
     KvEvents,
     KvSnapshot,
     LoadReport,
+    RouterMoves,
+    Settled,
     Tier,
 )
 from fleet.handoff import (
@@ -457,6 +460,9 @@ _KV_EVENTS = _shape(KvEvents, pb.KvEvents)
 _KV_SNAPSHOT = _shape(KvSnapshot, pb.KvSnapshot)
 _shape(KvDigest, pb.KvDigest)
 _LOAD_REPORT = _shape(LoadReport, pb.LoadReport, state=MemberState)
+_shape(Dispatch, pb.Dispatch)
+_shape(Settled, pb.Settled)
+_ROUTER_MOVES = _shape(RouterMoves, pb.RouterMoves)
 
 
 def encode_kv_events(events: KvEvents) -> bytes:
@@ -515,6 +521,14 @@ def encode_load_report(report: LoadReport) -> bytes:
 
 def decode_load_report(data: bytes) -> LoadReport:
     return _decode(_LOAD_REPORT, data)
+
+
+def encode_router_moves(moves: RouterMoves) -> bytes:
+    return _bytes(_ROUTER_MOVES.pack(moves))
+
+
+def decode_router_moves(data: bytes) -> RouterMoves:
+    return _decode(_ROUTER_MOVES, data)
 
 
 def _limit_s(message: Any) -> float:

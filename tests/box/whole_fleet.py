@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -128,6 +129,7 @@ class BoxWorker:
                 role=self.role,
                 state=MemberState.STARTING,
                 address=self.address,
+                sessions=self.address,
                 transfer=self.transfer.address,
                 model=MODEL,
                 fingerprint=runner.fingerprint,
@@ -162,19 +164,23 @@ class BoxWorker:
 class BoxRouter:
     """One router process, and the clients that are connected to it."""
 
-    def __init__(self, box: Box, name: str) -> None:
+    def __init__(self, box: Box, name: str, life: int) -> None:
         self.box = box
         self.name = name
         self.process = Process(name, box.clocks(name))
         self.registry, self.bus = box.registry.registry(), box.bus.bus()
         self.wire = box.wire.wire(name)
-        self.router = Router(box.settings, "box", self.registry, self.bus, self.wire)
+        incarnation = Incarnation(f"{name}-{life}")
+        self.router = Router(
+            box.settings, "box", self.registry, self.bus, self.wire, name=name, life=incarnation
+        )
         self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task = self.process.start(self.run())
 
     async def run(self) -> None:
         lease = await self.registry.lease(self.box.lease_ttl_s)
-        await lease.put(routers_prefix("box") + self.name, b"{}")
+        card = msgspec.json.encode({"id": self.name, "life": self.router.life})
+        await lease.put(routers_prefix("box") + self.name, card)
         try:
             await self.router.run()
         finally:
@@ -204,6 +210,8 @@ class BoxRouter:
         assert ended == flow.counters["requests"], dict(flow.counters)
         for worker in self.router.roster.workers():
             assert not worker.sent, f"{self.name} counts requests at {worker.id} that are over"
+            others = [key for key, sent in worker.others.items() if not sent.missed]
+            assert not others, f"{self.name} counts {others} at {worker.id}, which are over"
         for link in self.router.links.values():
             assert len(link) == 0, f"{self.name} has streams at {link.card.id}"
         self.router.index.validate()
@@ -320,7 +328,8 @@ class Box:
         return worker
 
     def start_router(self, name: str) -> BoxRouter:
-        router = self.routers[name] = BoxRouter(self, name)
+        self.lives += 1
+        router = self.routers[name] = BoxRouter(self, name, self.lives)
         return router
 
     def crash(self, name: str) -> None:

@@ -13,7 +13,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvents, KvSnapshot, LoadReport
+from fleet.events import (
+    BlocksDropped,
+    BlocksStored,
+    Cleared,
+    Dispatch,
+    KvDigest,
+    KvEvents,
+    KvSnapshot,
+    LoadReport,
+    RouterMoves,
+    Settled,
+)
 from fleet.handoff import (
     Cancel,
     DecodeJob,
@@ -149,6 +160,15 @@ LOAD = st.builds(
     counters=st.dictionaries(TEXT, TOTAL, max_size=4),
     stalled_s=FINITE,
 )
+MOVES = st.builds(
+    RouterMoves,
+    TEXT,
+    TEXT,
+    TOTAL,
+    st.booleans(),
+    tuples(st.builds(Dispatch, TEXT, TEXT, TEXT, COUNT, COUNT)),
+    tuples(st.builds(Settled, TEXT, TEXT)),
+)
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     name: getattr(codec, name) for name in dir(codec) if name.startswith("decode_")
@@ -175,6 +195,12 @@ def test_events_come_back_unchanged(events: KvEvents, snapshot: KvSnapshot, load
     assert codec.decode_kv_events(codec.encode_kv_events(events)) == events
     assert codec.decode_kv_snapshot(codec.encode_kv_snapshot(snapshot)) == snapshot
     assert codec.decode_load_report(codec.encode_load_report(load)) == load
+
+
+@FEW
+@given(MOVES)
+def test_what_a_router_tells_others_comes_back_unchanged(moves: RouterMoves) -> None:
+    assert codec.decode_router_moves(codec.encode_router_moves(moves)) == moves
 
 
 @FEW
@@ -218,6 +244,7 @@ def test_strategies_draw_every_field() -> None:
     drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 3, DecodeJob: 4, Started: 2, Prefilled: 6}
     drawn |= {Token: 3, Ended: 6, Usage: 3, TokenLogprobs: 2, Frame: 6, Scored: 3, KvEvents: 4, KvSnapshot: 8}
     drawn |= {Lent: 2, Proceed: 2, Renew: 1}
+    drawn |= {RouterMoves: 6, Dispatch: 5, Settled: 2}
     drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn
 

@@ -11,11 +11,12 @@ from scripted_worker import PRINT, Script, ScriptedWorker, card, request
 
 from fleet.bus import BusMessage
 from fleet.card_codec import encode_card
-from fleet.events import BlocksStored, kv_subject, load_subject
+from fleet.events import BlocksStored, RouterMoves, kv_subject, load_subject, moves_subject
 from fleet.ids import Incarnation, WorkerId
 from fleet.kv_log import PART_BLOCKS, KvLog
 from fleet.member import MemberState, Role, worker_key
 from fleet.registry.memory import MemoryHub as RegistryHub
+from fleet.wire.codec import encode_router_moves
 
 D1, D2 = WorkerId("d1"), WorkerId("d2")
 
@@ -267,12 +268,23 @@ def test_a_restarted_worker_is_met_anew() -> None:
     in_fleet(body)
 
 
-def test_other_routers_are_counted() -> None:
+def test_other_routers_count_as_unseen_until_they_are_heard() -> None:
+    """One of another version says no life in its card, and is never heard."""
+
     async def body(fleet: Fleet) -> None:
         registry: RegistryHub = fleet.registry
-        for n in range(3):
-            registry.put(f"/fleet/f/routers/r{n}", b"{}", 0)
+        registry.put("/fleet/f/routers/r0", b'{"life": "%s"}' % fleet.router.life.encode(), 0)
+        registry.put("/fleet/f/routers/r1", b'{"life": "one"}', 0)
+        registry.put("/fleet/f/routers/r2", b"{}", 0)
         await fleet.until(lambda: fleet.router.roster.routers == 3)
+        said = RouterMoves("r1", Incarnation("one"), 1, True, (), ())
+        bus = fleet.bus.bus()
+        await bus.publish(moves_subject("f", "one"), encode_router_moves(said))
+        await bus.publish(moves_subject("f", "one"), b"\xff")
+        await fleet.until(lambda: fleet.router.roster.routers == 2)
+        assert fleet.router.counters["bad_messages"] == 1
+        await fleet.until(lambda: fleet.router.roster.routers == 3)
+        assert fleet.router.counters["peers_silent"] == 1
 
     in_fleet(body)
 

@@ -931,6 +931,95 @@ class LoadReport(_message.Message):
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
+class Dispatch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    incarnation: _builtins.str
+    request: _builtins.str
+    tokens: _builtins.int
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        request: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "request", b"request", "tokens", b"tokens", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Dispatch: _TypeAlias = Dispatch  # noqa: Y015
+
+@_typing.final
+class Settled(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    request: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        request: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Settled: _TypeAlias = Settled  # noqa: Y015
+
+@_typing.final
+class RouterMoves(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    life: _builtins.str
+    sequence: _builtins.int
+    whole: _builtins.bool
+    @_builtins.property
+    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Dispatch]: ...
+    @_builtins.property
+    def settled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Settled]: ...
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        life: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        whole: _builtins.bool = ...,
+        sent: _abc.Iterable[Global___Dispatch] | None = ...,
+        settled: _abc.Iterable[Global___Settled] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "router", b"router", "sent", b"sent", "sequence", b"sequence", "settled", b"settled", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterMoves: _TypeAlias = RouterMoves  # noqa: Y015
+
+@_typing.final
 class SnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
