@@ -1,4 +1,4 @@
-"""Errors, by what the caller can do about them; one table to HTTP status. Pure."""
+"""Errors, by what the caller can do about them; one table to gRPC and HTTP status. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ class FleetError(Exception):
     """Something a caller is told. `message` says what was wrong and what would be right."""
 
     http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[str] = "INTERNAL"
     kind: ClassVar[str] = "server_error"
     """OpenAI's `error.type`."""
     retryable: ClassVar[bool] = False
@@ -24,6 +25,7 @@ class BadRequest(FleetError):
     """The caller must change the request."""
 
     http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
     kind = "invalid_request_error"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -38,6 +40,7 @@ class BadConstraint(BadRequest):
 
 class Unauthorized(FleetError):
     http_status = 401
+    grpc_status = "UNAUTHENTICATED"
     kind = "authentication_error"
 
 
@@ -45,6 +48,7 @@ class NotFound(FleetError):
     """No such model, worker or route."""
 
     http_status = 404
+    grpc_status = "NOT_FOUND"
     kind = "invalid_request_error"
 
 
@@ -58,6 +62,7 @@ class Overloaded(FleetError):
     """Nothing is wrong; come back later, or try another worker."""
 
     http_status = 429
+    grpc_status = "RESOURCE_EXHAUSTED"
     kind = "rate_limit_error"
     retryable = True
 
@@ -70,6 +75,7 @@ class Unavailable(FleetError):
     """No worker can serve this now."""
 
     http_status = 503
+    grpc_status = "UNAVAILABLE"
     kind = "service_unavailable"
     retryable = True
 
@@ -88,6 +94,7 @@ class TransferFailed(Unavailable):
 
 class DeadlineExceeded(FleetError):
     http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
     kind = "timeout_error"
 
 
@@ -97,12 +104,13 @@ class Internal(FleetError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
+    grpc: str
     http: int
     error: type[FleetError]
 
 
 ERRORS: dict[str, ErrorRow] = {
-    error.__name__: ErrorRow(error.http_status, error)
+    error.__name__: ErrorRow(error.grpc_status, error.http_status, error)
     for error in (
         BadRequest,
         BadConstraint,

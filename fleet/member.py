@@ -55,6 +55,8 @@ class WorkerCard:
     state: MemberState
     address: str
     """Of its control server: `HOST:PORT`."""
+    sessions: str
+    """Where it takes sessions, of jobs and tokens: `HOST:PORT`."""
     transfer: str
     """Of its transfer layer, with schemes; see `KvTicket.address`."""
     model: str

@@ -23,7 +23,7 @@ from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.roles import Roles, WorkerRole, other_roles
 from fleet.settings import ControlSettings, SettingsError, load_or_exit
-from fleet.wire.rpc import serve
+from fleet.wire.network import serve
 from fleet.wire.session import WireSettings
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class WorkerSettings(Protocol):
     def worker_id(self) -> str: ...
     @property
     def port(self) -> int: ...
+    @property
+    def session_port(self) -> int: ...
     @property
     def other_role(self) -> str: ...
     @property
@@ -140,6 +142,7 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             chassis,
             control.bind,
             settings.port,
+            settings.session_port,
             advertise=control.advertise,
             settings=settings.wire,
             tls=control.tls(),
@@ -151,6 +154,7 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             role=role,
             state=MemberState.STARTING,
             address=server.address,
+            sessions=server.sessions,
             transfer=transfer.address,
             model=settings.served_model_name or name,
             fingerprint=engine.fingerprint,
@@ -160,7 +164,10 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        log.info("%s serves %s at %s, KV at %s", worker, card.model, card.address, card.transfer)
+        log.info(
+            "%s serves %s: control at %s, sessions at %s, KV at %s",
+            *(worker, card.model, card.address, card.sessions, card.transfer),
+        )
         life.settled()
         async with asyncio.TaskGroup() as tasks:
             steps = tasks.create_task(_forever(engine.run, "the engine"))

@@ -12,7 +12,7 @@ from fleet.registry import Registry
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, load
 from fleet.wire import Wire
-from fleet.wire.rpc import TcpWire
+from fleet.wire.network import NetworkWire
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ async def connected(etcd: str, own: bool = True) -> AsyncIterator[tuple[Registry
     except ValueError as error:
         raise BadRequest(str(error), param="etcd") from None
     registry = EtcdRegistry.of(control)
-    wire = TcpWire(tls=tls)
+    wire = NetworkWire(tls=tls)
     try:
         yield registry, wire
     finally:

@@ -22,7 +22,9 @@ class PrefillWorkerSettings:
     worker_id: str = ""
     """Name of this worker in the fleet; empty: drawn."""
     port: int = 0
-    """Of the control server; 0 takes a free one."""
+    """Of the control server (gRPC); 0 takes a free one."""
+    session_port: int = 0
+    """Where routers open sessions, for jobs and tokens; 0 takes a free one."""
     other_role: str = ""
     """Flags of a decode worker's process, for when this one takes that role: `--engine.max-step-tokens=64`,
     or `--config FILE`. Only limits and sizes of steps are taken from them: engine and addresses stay."""

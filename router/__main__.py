@@ -19,7 +19,7 @@ from fleet.life import Life, run_process
 from fleet.model_files import resolve
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, SettingsError, load_or_exit
-from fleet.wire.rpc import TcpWire
+from fleet.wire.network import NetworkWire
 from fleet.wire.session import WireSettings
 from router.openai.asgi import Ingress
 from router.openai.keys_file import KeysFile
@@ -90,7 +90,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         stack.push_async_callback(registry.close)
         bus = NatsBus(control.nats, control.nats_tls())
         stack.push_async_callback(bus.close)
-        wire = TcpWire(settings.wire, control.tls())
+        wire = NetworkWire(settings.wire, control.tls())
         stack.push_async_callback(wire.close)
         name, text = await asyncio.to_thread(load_text, settings)
         id = settings.router_id or f"router-{secrets.token_hex(3)}"

@@ -156,9 +156,9 @@ class Link:
             while True:
                 try:
                     async with asyncio.timeout(self._settings.open_timeout_s):
-                        session = await self._wire.open(self.card.address)
+                        session = await self._wire.open(self.card.sessions)
                 except (FleetError, TimeoutError) as error:
-                    self._move(LinkState.LOST, f"not reached at {self.card.address}: {error or 'no answer'}")
+                    self._move(LinkState.LOST, f"not reached at {self.card.sessions}: {error or 'no answer'}")
                 else:
                     pause = self._settings.retry_min_s
                     try:

@@ -30,7 +30,7 @@ from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.memory import MemoryHub as RegistryHub
 from fleet.request import Request, Sampling
 from fleet.wire import Session
-from fleet.wire.rpc import TcpWire, serve
+from fleet.wire.network import NetworkWire, serve
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transfer import Transfer
@@ -79,6 +79,7 @@ async def _worker(role: Role, transport: str) -> None:
         role=role,
         state=MemberState.STARTING,
         address="",
+        sessions="",
         transfer="",
         model="bench",
         fingerprint=runner.fingerprint,
@@ -103,7 +104,7 @@ async def _worker(role: Role, transport: str) -> None:
         service = DecodeService(chassis, engine, transfer, pull_limit_s=60)
     tasks = [asyncio.create_task(engine.run()), asyncio.create_task(chassis.run(card, service, 60))]
     server = await serve(chassis)
-    print(server.address, flush=True)
+    print(server.sessions, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.close(0)
     for task in tasks:
@@ -177,7 +178,7 @@ async def _process(role: Role, transport: str):  # type: ignore[no-untyped-def]
 
 
 async def _measure(transport: str, repeats: int) -> None:
-    wire = TcpWire()
+    wire = NetworkWire()
     async with _process(Role.PREFILL, transport) as prefill, _process(Role.DECODE, transport) as decode:
         router = _Router(await wire.open(prefill), await wire.open(decode))
         for length in PROMPTS:

@@ -171,6 +171,7 @@ def card(number: int, blocks: int = 20_000) -> WorkerCard:
         role=Role.PREFILL if number % 2 else Role.DECODE,
         state=MemberState.READY,
         address=worker,
+        sessions=worker,
         transfer="",
         model="m",
         fingerprint=PRINT,

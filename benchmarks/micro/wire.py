@@ -1,5 +1,5 @@
-"""The wire over loopback TCP, worker and router in two processes: tokens/s of one session by streams a
-frame, bytes a frame, the way there and back, and the codec alone."""
+"""The wire over loopback, worker and router in two processes: tokens/s of one session over TCP by streams a
+frame, bytes a frame, the way there and back, a call over gRPC, and the codec alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.member import MemberState
 from fleet.request import Request, Sampling, TokenLogprobs
 from fleet.wire import WorkerEnd, codec, session
-from fleet.wire.rpc import TcpWire, serve
+from fleet.wire.network import NetworkWire, serve
 
 SIZES = (1, 8, 64, 256)
 SETTINGS = session.WireSettings(backlog=1 << 30)
@@ -70,11 +71,13 @@ async def worker(streams: int, merge: bool) -> None:
         session._MERGE_ITEMS = 0
         settings = replace(SETTINGS, apart_s=0.0)
     server = await serve(Flood(frame_of(streams)), settings=settings)
-    print(server.address, flush=True)
+    print(server.sessions, server.address, flush=True)
     await asyncio.Event().wait()
 
 
-async def measure(streams: int, merge: bool, frames: int, runs: int) -> None:
+@asynccontextmanager
+async def worker_process(streams: int, merge: bool) -> AsyncIterator[tuple[str, str]]:
+    """Its addresses: of sessions, of calls."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.micro.wire", "--worker", str(streams)),
         *(["--merge"] if merge else []),
@@ -82,9 +85,17 @@ async def measure(streams: int, merge: bool, frames: int, runs: int) -> None:
     )
     assert process.stdout is not None
     try:
-        address = (await process.stdout.readline()).decode().strip()
-        wire = TcpWire(SETTINGS)
-        link = await wire.open(address)
+        sessions, calls = (await process.stdout.readline()).decode().split()
+        yield sessions, calls
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def measure(streams: int, merge: bool, frames: int, runs: int) -> None:
+    async with worker_process(streams, merge) as (sessions, _):
+        wire = NetworkWire(SETTINGS)
+        link = await wire.open(sessions)
         rates = []
         for _ in range(runs):
             start, came = time.perf_counter(), 0
@@ -103,9 +114,18 @@ async def measure(streams: int, merge: bool, frames: int, runs: int) -> None:
                 trips.append((time.perf_counter() - start) * 1e6)
             emit("wire.round_trip", "µs", trips, streams=streams)
         await wire.close()
-    finally:
-        process.kill()
-        await process.wait()
+
+
+async def measure_calls(calls: int) -> None:
+    """Each over a channel of its own, as they are."""
+    async with worker_process(1, False) as (_, address):
+        wire = NetworkWire(SETTINGS)
+        trips = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            await wire.status(address, 60)
+            trips.append((time.perf_counter() - start) * 1e6)
+        emit("wire.call", "µs", trips, call="status")
 
 
 def cost(case: str, run: Callable[[], Any], repeats: int, **settings: object) -> None:
@@ -147,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         for merge in (False, True):
             frames, runs = (200, 2) if options.quick else (4000, 8)
             asyncio.run(measure(streams, merge, frames, runs))
+    asyncio.run(measure_calls(20 if options.quick else 500))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The wire: one token session a (router, worker) pair, and a table of calls; TCP or memory."""
+"""The wire: one token session a (router, worker) pair, and a table of calls; a network or memory."""
 
 from __future__ import annotations
 
@@ -63,9 +63,13 @@ class Session(Protocol):
 
 
 class Wire(Protocol):
-    """How a router or an operator reaches workers, by the address on their card."""
+    """How a router or an operator reaches workers, by the addresses on their card: `open` takes that of
+    their sessions, the calls that of their control server."""
 
-    async def open(self, address: str) -> Session: ...
+    async def open(self, address: str) -> Session:
+        """Returns when the worker has taken the session; `WorkerLost` when it does not, at once when nobody
+        listens."""
+        ...
 
     async def snapshot(self, address: str, timeout_s: float, part: int = 0) -> KvSnapshot: ...
 
@@ -82,6 +86,15 @@ class WireServer(Protocol):
     """A worker's listening side."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """Where it answers calls."""
+        ...
 
-    async def close(self, grace_s: float) -> None: ...
+    @property
+    def sessions(self) -> str:
+        """Where it takes sessions."""
+        ...
+
+    async def close(self, grace_s: float) -> None:
+        """Sessions end when their frames are written, or after `grace_s` seconds."""
+        ...

@@ -289,6 +289,10 @@ class MemoryServer:
     def address(self) -> str:
         return self._address
 
+    @property
+    def sessions(self) -> str:
+        return self._address
+
     async def close(self, grace_s: float) -> None:
         await self._hub.shut(self._address, grace_s)
 

@@ -17,6 +17,7 @@ CARD = WorkerCard(
     role=Role.DECODE,
     state=MemberState.READY,
     address="127.0.0.1:7000",
+    sessions="127.0.0.1:7002",
     transfer="ucx://127.0.0.1:7001",
     model="m",
     fingerprint=Fingerprint.of(KvLayout(2, 1, 64, 16, "bfloat16"), model="x", tokenizer="y"),
@@ -44,6 +45,7 @@ def test_a_newer_workers_card_is_read() -> None:
         ({"blocks": "many"}, "blocks"),
         ({"fingerprint": {}}, "fingerprint"),
         ({"address": None}, "address"),
+        ({"sessions": None}, "sessions"),
     ],
 )
 def test_a_broken_card_is_named_with_its_field(change: dict[str, object], says: str) -> None:

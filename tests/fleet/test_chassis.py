@@ -28,6 +28,7 @@ CARD = WorkerCard(
     role=Role.DECODE,
     state=MemberState.STARTING,
     address="w",
+    sessions="w",
     transfer="",
     model="m",
     fingerprint=Fingerprint("m", "t", 1, 1, 8, 16, "float32"),

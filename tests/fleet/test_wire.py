@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import grpc
+import grpc.aio
 import pytest
+import trustme
 
 from fleet import virtual_time
 from fleet.errors import (
@@ -25,6 +28,7 @@ from fleet.errors import (
     DeadlineExceeded,
     FleetError,
     Internal,
+    NotFound,
     TooLarge,
     WorkerLost,
 )
@@ -42,12 +46,16 @@ from fleet.handoff import (
     ToWorker,
 )
 from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
-from fleet.member import MemberState
+from fleet.member import MemberState, Role
 from fleet.request import FinishReason, Request, Sampling, Usage
+from fleet.tls import Tls
 from fleet.wire import Session, Wire, WireServer, WorkerEnd, WorkerService
+from fleet.wire.calls import CALLS
 from fleet.wire.memory import Direction, MemoryHub, Spoilt
-from fleet.wire.rpc import TcpWire, serve
+from fleet.wire.network import NetworkWire, serve
+from fleet.wire.rpc import SERVICE
 from fleet.wire.session import WireSettings, merge
+from fleet.wire.v1 import worker_pb2
 
 REQUEST = Request(RequestId("r"), "m", (1, 2, 3), Sampling(max_tokens=4))
 REPORT = LoadReport(WorkerId("w"), Incarnation("i"), "ready", 1, 2, 3, 4, 5, KvDigest(6, 7, 8))
@@ -114,7 +122,7 @@ class MemoryNet:
         return self.hub.wire()
 
 
-class TcpNet:
+class Network:
     def __init__(self, settings: WireSettings) -> None:
         self._settings = settings
 
@@ -122,7 +130,7 @@ class TcpNet:
         return await serve(service, settings=self._settings)
 
     def wire(self) -> Wire:
-        return TcpWire(self._settings)
+        return NetworkWire(self._settings)
 
 
 Scenario = Callable[[Net], Coroutine[Any, Any, None]]
@@ -134,7 +142,7 @@ async def within(seconds: float, scenario: Coroutine[Any, Any, None]) -> None:
         await scenario
 
 
-@pytest.fixture(params=["memory", "tcp"])
+@pytest.fixture(params=["memory", "network"])
 def play(request: pytest.FixtureRequest) -> Play:
     """Plays a scenario on one wire: in virtual time, or over real sockets."""
 
@@ -144,13 +152,13 @@ def play(request: pytest.FixtureRequest) -> Play:
 
         virtual_time.run(main(), horizon_s=3600)
 
-    def on_tcp(scenario: Scenario, settings: WireSettings | None = None) -> None:
+    def on_network(scenario: Scenario, settings: WireSettings | None = None) -> None:
         async def main() -> None:
-            await within(60, scenario(TcpNet(settings or WireSettings())))
+            await within(60, scenario(Network(settings or WireSettings())))
 
         asyncio.run(main())
 
-    return on_memory if request.param == "memory" else on_tcp
+    return on_memory if request.param == "memory" else on_network
 
 
 @asynccontextmanager
@@ -158,7 +166,7 @@ async def talking(net: Net, service: Recorder) -> AsyncIterator[tuple[WireServer
     server = await net.serve(service)
     wire = net.wire()
     try:
-        yield server, wire, await wire.open(server.address)
+        yield server, wire, await wire.open(server.sessions)
     finally:
         await wire.close()
         await server.close(5)
@@ -275,7 +283,7 @@ def test_closing_one_session_leaves_the_others(play: Play) -> None:
     async def scenario(net: Net) -> None:
         service = Recorder(lambda end, message: end.send(Frame(tokens=(Token(1, 7),))))
         async with talking(net, service) as (server, wire, first):
-            second = await wire.open(server.address)
+            second = await wire.open(server.sessions)
             await service.until(lambda: len(service.ends) == 2)
             await first.close()
             await service.until(lambda: len(service.closes) == 1)
@@ -299,7 +307,7 @@ def test_a_worker_that_closes_says_what_it_has_to_say_first(play: Play) -> None:
             with pytest.raises(WorkerLost):
                 session.send(CANCEL)
             with pytest.raises(WorkerLost):
-                await wire.open(server.address)
+                await wire.open(server.sessions)
 
     play(scenario)
 
@@ -318,15 +326,14 @@ def test_nobody_at_an_address_is_known_at_once(play: Play) -> None:
 
     async def scenario(net: Net) -> None:
         server = await net.serve(Recorder())
-        address = server.address
         await server.close(0)
         wire = net.wire()
         async with asyncio.timeout(30):  # far below the connect limit
             for _ in range(5):
-                with pytest.raises(WorkerLost, match=address):
-                    await wire.open(address)
-                with pytest.raises(WorkerLost, match=address):
-                    await wire.status(address, 1000)
+                with pytest.raises(WorkerLost, match=server.sessions):
+                    await wire.open(server.sessions)
+                with pytest.raises(WorkerLost, match=server.address):
+                    await wire.status(server.address, 1000)
         await wire.close()
 
     play(scenario, WireSettings(connect_s=1000))
@@ -460,14 +467,34 @@ def test_every_error_of_a_call_keeps_its_kind(play: Play, name: str) -> None:
     play(scenario)
 
 
-def test_a_call_that_takes_too_long_is_given_up(play: Play) -> None:
+def test_a_long_error_of_a_call_keeps_its_kind(play: Play) -> None:
     async def scenario(net: Net) -> None:
+        async def fail() -> None:
+            raise BadRequest("ü" * 100_000)
+
+        async with talking(net, Recorder(on_drain=fail)) as (server, wire, _):
+            with pytest.raises(BadRequest, match="üüü"):
+                await wire.drain(server.address, 1, 30)
+
+    play(scenario)
+
+
+def test_a_call_that_takes_too_long_is_given_up_on_both_sides(play: Play) -> None:
+    async def scenario(net: Net) -> None:
+        given_up = asyncio.Event()
+
         async def hang() -> None:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
 
         async with talking(net, Recorder(on_drain=hang)) as (server, wire, _):
             with pytest.raises(DeadlineExceeded, match=server.address):
                 await wire.drain(server.address, 1, 0.2)
+            await given_up.wait()
+
+    play(scenario)
 
     play(scenario)
 
@@ -477,7 +504,7 @@ def test_closing_the_wire_closes_its_sessions(play: Play) -> None:
         service = Recorder()
         server = await net.serve(service)
         wire = net.wire()
-        sessions = [await wire.open(server.address) for _ in range(4)]
+        sessions = [await wire.open(server.sessions) for _ in range(4)]
         await service.until(lambda: len(service.ends) == 4)
         await wire.close()
         await service.until(lambda: len(service.closes) == 4)
@@ -535,7 +562,7 @@ def test_a_killed_worker_is_lost_at_once_and_its_address_is_free() -> None:
         service = Recorder()
         server = hub.serve(service, "w")
         wire = hub.wire()
-        session = await wire.open(server.address)
+        session = await wire.open(server.sessions)
         service.ends[0].send(Frame(tokens=(Token(1, 1),)))
         before = asyncio.get_running_loop().time()
         hub.kill("w")
@@ -669,6 +696,9 @@ def test_the_same_scenario_takes_the_same_steps() -> None:
 # --- real processes and sockets ---
 
 END = struct.pack("<IB", 0, 1)
+GREETING = b"pdfleet.v1.Session"
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""How an HTTP/2 connection begins: with it a gRPC server takes it for a caller's."""
 
 
 def said(data: bytes) -> bytes:
@@ -719,16 +749,19 @@ def live(scenario: Coroutine[Any, Any, None]) -> None:
 @pytest.mark.live
 def test_a_worker_killed_for_real_is_lost_after_its_last_token() -> None:
     async def scenario() -> None:
-        wire = TcpWire(WireSettings(heartbeat_s=20))  # far beyond this test: the broken connection tells
-        async with peer("worker", 20) as (process, address):
-            session = await wire.open(address)
+        wire = NetworkWire(WireSettings(heartbeat_s=20))  # far beyond this test: the broken connection tells
+        async with peer("worker", 20) as (process, line):
+            sessions, address = line.split()
+            session = await wire.open(sessions)
             await anext(session)
             process.kill()
             await lost(session)
             with pytest.raises(WorkerLost):
                 session.send(CANCEL)
             with pytest.raises(WorkerLost):
-                await wire.open(address)
+                await wire.open(sessions)
+            with pytest.raises(WorkerLost):
+                await wire.status(address, 30)
         await wire.close()
 
     live(scenario())
@@ -739,21 +772,22 @@ def test_a_worker_stopped_for_real_is_lost_by_its_silence() -> None:
     settings = WireSettings(heartbeat_s=0.5, connect_s=2.0)
 
     async def scenario() -> None:
-        wire = TcpWire(settings)
-        async with peer("worker", 0.5) as (process, address):
-            session = await wire.open(address)
+        wire = NetworkWire(settings)
+        async with peer("worker", 0.5) as (process, line):
+            sessions, address = line.split()
+            session = await wire.open(sessions)
             await anext(session)
             process.send_signal(signal.SIGSTOP)
             await lost(session)
             with pytest.raises(WorkerLost):
                 session.send(CANCEL)
             with pytest.raises(WorkerLost):
-                await wire.open(address)
+                await wire.open(sessions)
             with pytest.raises(DeadlineExceeded):
                 await wire.status(address, 0.3)
             process.send_signal(signal.SIGCONT)
             assert (await wire.status(address, 30)).worker == "ticker"
-            again = await wire.open(address)
+            again = await wire.open(sessions)
             await anext(again)
         await wire.close()
 
@@ -766,7 +800,7 @@ def test_a_router_killed_or_stopped_for_real_is_closed_once(how: signal.Signals)
     async def scenario() -> None:
         service = Recorder()
         server = await serve(service, settings=WireSettings(heartbeat_s=0.5))
-        async with peer("router", 0.5, server.address) as (process, _):
+        async with peer("router", 0.5, server.sessions) as (process, _):
             await service.until(lambda: service.messages == [CANCEL])
             process.send_signal(how)
             await service.until(lambda: service.closes == service.ends)
@@ -779,9 +813,9 @@ def test_a_router_killed_or_stopped_for_real_is_closed_once(how: signal.Signals)
 @pytest.mark.live
 def test_a_router_that_stood_still_itself_does_not_blame_the_worker() -> None:
     async def scenario() -> None:
-        wire = TcpWire(WireSettings(heartbeat_s=0.5))
-        async with peer("worker", 2.0) as (_, address):
-            session = await wire.open(address)
+        wire = NetworkWire(WireSettings(heartbeat_s=0.5))
+        async with peer("worker", 2.0) as (_, line):
+            session = await wire.open(line.split()[0])
             for _ in range(3):
                 await anext(session)
             time.sleep(2.0)  # noqa: ASYNC251 - a loop that is stuck is the case
@@ -793,24 +827,39 @@ def test_a_router_that_stood_still_itself_does_not_blame_the_worker() -> None:
 
 
 @pytest.mark.live
-def test_rubbish_from_a_raw_client_leaves_the_server_alive() -> None:
+def test_rubbish_from_anybody_leaves_both_ports_alive() -> None:
     dice = random.Random(7)
 
     async def scenario() -> None:
         service = Recorder()
-        settings = WireSettings(message_bytes=1 << 20, connect_s=0.5)
+        settings = WireSettings(message_bytes=1 << 20, connect_s=0.5, heartbeat_s=0.2)
         server = await serve(service, settings=settings)
+        sessions = server.sessions
         for data in [b"\xff", b"\x80\x04\x95cos\nsystem\n", *(dice.randbytes(64) for _ in range(20))]:
-            assert await raw(server.address, said(b"Session"), said(data), END) in (b"", b"BadRequest")
-        assert await raw(server.address, said(b"Session"), said(bytes(2 << 20))) in (b"", b"TooLarge")
-        assert await raw(server.address, said(bytes(65))) == b""
-        assert await raw(server.address, said(b"Drain"), said(b"\xff\xff\xff")) == b"BadRequest"
-        assert await raw(server.address, said(b"Nothing"), said(b"")) == b"NotFound"
+            assert await raw(sessions, said(GREETING), said(data), END) in (b"", b"BadRequest")
+        assert await raw(sessions, said(GREETING), said(bytes(2 << 20))) in (b"", b"TooLarge")
+        assert await raw(sessions, said(bytes(65))) == b""
+        assert await raw(sessions, said(b"Drain"), said(b"")) == b"BadRequest"
         for data in [b"", b"\x05\0", END, b"GET / HTTP/1.1\r\n\r\n", dice.randbytes(1000)]:
-            assert await raw(server.address, data) == b""
-        wire = TcpWire(settings)
+            assert await raw(sessions, data) == b""
+            await raw(server.address, data)
+            await raw(server.address, HTTP2 + data)
+        assert service.messages == []
+        code = grpc.StatusCode
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            for path, data, status in [
+                ("Drain", b"\xff\xff\xff", code.INVALID_ARGUMENT),
+                ("Drain", bytes(1 << 17), code.RESOURCE_EXHAUSTED),
+                ("Nothing", b"", code.UNIMPLEMENTED),
+                ("Session", b"", code.UNIMPLEMENTED),
+            ]:
+                call: Any = channel.unary_unary(f"/{SERVICE}/{path}")
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call(data)
+                assert caught.value.code() is status
+        wire = NetworkWire(settings)
         assert await wire.status(server.address, 30) == REPORT
-        session = await wire.open(server.address)
+        session = await wire.open(sessions)
         session.send(CANCEL)
         await service.until(lambda: CANCEL in service.messages)
         await wire.close()
@@ -821,30 +870,103 @@ def test_rubbish_from_a_raw_client_leaves_the_server_alive() -> None:
 
 
 @pytest.mark.live
+@pytest.mark.parametrize("tls", [False, True])
+def test_who_connects_and_asks_nothing_is_let_go_at_both_ports(tls: bool) -> None:
+    """A connection without a greeting, without a handshake, or without a call is closed from here."""
+    settings = WireSettings(heartbeat_s=0.2, connect_s=0.5)
+    authority = trustme.CA()
+    part = authority.issue_cert("127.0.0.1")
+    chain = b"".join(blob.bytes() for blob in part.cert_chain_pems)
+    mine = Tls(authority.cert_pem.bytes(), chain, part.private_key_pem.bytes()) if tls else None
+
+    async def scenario() -> None:
+        server = await serve(Recorder(), settings=settings, tls=mine)
+        for address in (server.sessions, server.address):
+            for said_first in (b"", b"\0") if tls else (b"", b"\x12\0", HTTP2[:10]):
+                await raw(address, said_first)
+        if not tls:
+            await raw(server.address, HTTP2)
+        await server.close(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_a_call_that_never_comes_to_its_end_is_let_go() -> None:
+    """Its caller is alive, answers pings and never sends the argument."""
+
+    async def scenario() -> None:
+        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.05))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call: Any = channel.stream_unary(f"/{SERVICE}/Drain")()
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        await server.close(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_a_caller_that_is_stopped_during_its_call_is_let_go() -> None:
+    async def scenario() -> None:
+        begun, given_up = asyncio.Event(), asyncio.Event()
+
+        async def hang() -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+
+        server = await serve(Recorder(on_drain=hang), settings=WireSettings(heartbeat_s=0.5))
+        async with peer("operator", 0.5, server.address) as (process, _):
+            await begun.wait()
+            process.send_signal(signal.SIGSTOP)
+            await given_up.wait()
+        await server.close(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
 def test_a_worker_that_speaks_rubbish_is_lost() -> None:
     async def scenario() -> None:
         async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            name = (await reader.readexactly(5 + 6))[5:]
-            if name == b"Sessio":
-                writer.write(said(b"") + said(b"\xff"))
-                await reader.read()
-            elif name == b"Status":
-                writer.write(said(b"\xff"))
-            else:
-                writer.write(struct.pack("<IB", 9, 1) + b"Strange\nx")
+            await reader.readexactly(5 + len(GREETING))
+            writer.write(said(b"") + said(b"\xff"))
+            await reader.read()
             writer.close()
 
-        server = await asyncio.start_server(attend, "127.0.0.1", 0)
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        wire = TcpWire()
-        assert "cannot be read" in (await lost(await wire.open(address))).message
+        async def answer(_: bytes, context: Any) -> bytes:
+            return b"\xff"
+
+        async def strange(_: bytes, context: Any) -> bytes:
+            return await context.abort(grpc.StatusCode.NOT_FOUND, "x", (("pdfleet-error", "Strange"),))
+
+        async def long(_: bytes, context: Any) -> bytes:
+            return bytes(2 << 20)
+
+        sessions = await asyncio.start_server(attend, "127.0.0.1", 0)
+        calls = grpc.aio.server()
+        rows: dict[str, Any] = {"Status": answer, "Snapshot": strange, "TakeRole": long}
+        rows = {name: grpc.unary_unary_rpc_method_handler(row) for name, row in rows.items()}
+        calls.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, rows),))
+        address = f"127.0.0.1:{calls.add_insecure_port('127.0.0.1:0')}"
+        await calls.start()
+        wire = NetworkWire(WireSettings(message_bytes=1 << 20))
+        session = await wire.open(f"127.0.0.1:{sessions.sockets[0].getsockname()[1]}")
+        assert "cannot be read" in (await lost(session)).message
         with pytest.raises(Internal, match="cannot be read"):
             await wire.status(address, 30)
-        with pytest.raises(Internal):
+        with pytest.raises(Internal, match="x"):
             await wire.snapshot(address, 30)
+        with pytest.raises(TooLarge):
+            await wire.take_role(address, Role.DECODE, 1, 30)
+        with pytest.raises(NotFound):
+            await wire.drain(address, 1, 30)
         await wire.close()
-        server.close()
-        await server.wait_closed()
+        sessions.close()
+        await sessions.wait_closed()
+        await calls.stop(0)
 
     live(scenario())
 
@@ -853,15 +975,25 @@ def test_a_worker_that_speaks_rubbish_is_lost() -> None:
 def test_a_taken_port_is_an_error_and_loopback_is_the_default() -> None:
     async def scenario() -> None:
         first = await serve(Recorder(), advertise="worker.example")
-        host, _, port = first.address.rpartition(":")
-        assert host == "worker.example"
-        with pytest.raises(OSError, match=port):
-            await serve(Recorder(), port=int(port))
-        with socket.create_connection(("127.0.0.1", int(port))):
-            pass
+        ports = []
+        for address in (first.address, first.sessions):
+            host, _, port = address.rpartition(":")
+            assert host == "worker.example"
+            with socket.create_connection(("127.0.0.1", int(port))):
+                pass
+            ports.append(int(port))
+        with pytest.raises(OSError, match=str(ports[0])):
+            await serve(Recorder(), port=ports[0])
+        with pytest.raises(OSError, match=str(ports[1])):
+            await serve(Recorder(), session_port=ports[1])
         await first.close(0)
 
     live(scenario())
+
+
+def test_the_calls_are_those_of_the_service_in_proto() -> None:
+    methods = worker_pb2.DESCRIPTOR.services_by_name["Worker"].methods_by_name
+    assert set(CALLS) == set(methods)
 
 
 @pytest.mark.parametrize(

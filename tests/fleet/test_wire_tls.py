@@ -17,7 +17,7 @@ from fleet.member import MemberState
 from fleet.settings import ControlSettings, SettingsError
 from fleet.tls import Tls
 from fleet.wire import WorkerEnd
-from fleet.wire.rpc import TcpWire, serve
+from fleet.wire.network import NetworkWire, serve
 from fleet.wire.session import WireSettings
 
 SHORT = WireSettings(connect_s=2.0)
@@ -66,8 +66,8 @@ def test_both_with_certificates_of_one_authority(ca: trustme.CA) -> None:
     async def main() -> None:
         service = Service()
         server = await serve(service, settings=SHORT, tls=identity(ca, "127.0.0.1"))
-        wire = TcpWire(SHORT, identity(ca, "router.example"))
-        session = await wire.open(server.address)
+        wire = NetworkWire(SHORT, identity(ca, "router.example"))
+        session = await wire.open(server.sessions)
         assert await wire.status(server.address, 10) == REPORT
         assert (service.sessions, service.calls) == (1, 1)
         await session.close()
@@ -99,9 +99,9 @@ def test_others_are_refused(ca: trustme.CA, kind: str) -> None:
     async def main() -> None:
         service = Service()
         server = await serve(service, settings=SHORT, tls=worker)
-        wire = TcpWire(SHORT, client)
+        wire = NetworkWire(SHORT, client)
         with pytest.raises(WorkerLost):
-            await wire.open(server.address)
+            await wire.open(server.sessions)
         with pytest.raises(FleetError):
             await wire.status(server.address, 2)
         assert (service.sessions, service.calls) == (0, 0)

@@ -1,6 +1,7 @@
-"""A worker or a router in a process of its own, to be killed or stopped: `worker`, or `router ADDRESS`.
+"""A process to be killed or stopped: `worker`, `router ADDRESS` or `operator ADDRESS`.
 
-Prints its address, or `open` when its session stands, and then lives until it is killed.
+Prints its addresses, of sessions and of calls, or `open` when its session stands, and then lives until it is
+killed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fleet.handoff import Cancel, CancelReason, Frame, Token, ToWorker
 from fleet.ids import Incarnation, WorkerId
 from fleet.member import MemberState
 from fleet.wire import WorkerEnd
-from fleet.wire.rpc import TcpWire, serve
+from fleet.wire.network import NetworkWire, serve
 from fleet.wire.session import WireSettings
 
 
@@ -52,19 +53,27 @@ class Ticker:
 async def worker(settings: WireSettings) -> None:
     ticker = Ticker()
     server = await serve(ticker, settings=settings)
-    print(server.address, flush=True)
+    print(server.sessions, server.address, flush=True)
     await ticker.run()
 
 
 async def router(settings: WireSettings, address: str) -> None:
-    session = await TcpWire(settings).open(address)
+    session = await NetworkWire(settings).open(address)
     session.send(Cancel(1, CancelReason.CLIENT))
     print("open", flush=True)
     async for _ in session:
         pass
 
 
+async def operator(settings: WireSettings, address: str) -> None:
+    print("asks", flush=True)
+    await NetworkWire(settings).drain(address, 1, 1000)
+
+
 if __name__ == "__main__":
     role, heartbeat_s, *rest = sys.argv[1:]
     chosen = WireSettings(heartbeat_s=float(heartbeat_s))
-    asyncio.run(worker(chosen) if role == "worker" else router(chosen, rest[0]))
+    if role == "worker":
+        asyncio.run(worker(chosen))
+    else:
+        asyncio.run((router if role == "router" else operator)(chosen, rest[0]))

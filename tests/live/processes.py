@@ -24,7 +24,7 @@ from fleet.events import LoadReport
 from fleet.ids import WorkerId
 from fleet.member import WorkerCard, worker_key
 from fleet.registry.etcd_registry import EtcdRegistry
-from fleet.wire.rpc import TcpWire
+from fleet.wire.network import NetworkWire
 
 FLEET = "chaos"
 
@@ -163,7 +163,7 @@ class Watcher:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.registry = EtcdRegistry(fleet.etcd.address)
-        self.wire = TcpWire()
+        self.wire = NetworkWire()
 
     async def card(self, worker: str) -> WorkerCard | None:
         """None: not registered, or the registry is away."""

@@ -23,7 +23,7 @@ from fleet.kv_layout import Fingerprint
 from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, load_or_exit
-from fleet.wire.rpc import serve
+from fleet.wire.network import serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ async def serve_until_drained(settings: StandInSettings) -> None:
         role=Role(settings.role),
         state=MemberState.STARTING,
         address=server.address,
+        sessions=server.sessions,
         transfer="",
         model=settings.served_model_name,
         fingerprint=Fingerprint("m", "t", 1, 1, 8, 16, "float32"),

@@ -19,7 +19,7 @@ import pytest
 import trustme
 
 from fleet.errors import FleetError, WorkerLost
-from fleet.wire.rpc import TcpWire
+from fleet.wire.network import NetworkWire
 from fleet.wire.session import WireSettings
 
 pytestmark = pytest.mark.live
@@ -122,7 +122,7 @@ def test_workers_hear_only_who_has_a_certificate(guarded: Guarded) -> None:
     assert {row["role"] for row in workers} == {"prefill", "decode"}
 
     async def main() -> None:
-        plain = TcpWire(WireSettings(connect_s=3.0))
+        plain = NetworkWire(WireSettings(connect_s=3.0))
         for row in workers:
             with pytest.raises(WorkerLost):
                 await plain.open(row["address"])

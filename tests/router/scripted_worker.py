@@ -51,6 +51,7 @@ def card(
         role=role,
         state=state,
         address=f"{id}.{life}",
+        sessions=f"{id}.{life}",
         transfer=f"loop:{id}",
         model=model,
         fingerprint=fingerprint,
