@@ -144,6 +144,23 @@ def test_text_is_the_same_from_pools_in_a_device_of_their_own(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("transport", "apart"), [("shm", False), ("ucx", False), ("shm", True)])
+def test_text_is_the_same_when_kv_goes_over_while_the_prompt_is_computed(
+    transport: str, apart: bool, folder: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with box_of(folder, 1, REMOTE, 160, transport, apart=apart) as box:
+            number = LENGTHS.index(400)  # Three steps, of which the last one is short.
+            assert await ask_all(box, [prompts[number]]) == [reference[number]]
+            decode = box.workers["decode-0"].load().counters  # type: ignore[index]
+            assert decode["early_reservations"] == 1
+            assert decode["pulled_early_blocks"] > 0
+            assert decode["pulled_tokens"] == 400
+            assert decode["pulls_recomputed"] == 0
+
+    asyncio.run(main())
+
+
 def test_text_of_a_worker_that_prefills_for_itself_is_the_reference(
     folder: Path, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
