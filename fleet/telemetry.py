@@ -6,21 +6,27 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TextIO
+from typing import Any, TextIO
 
-from prometheus_client import (
-    CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-    generate_latest,
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
 )
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from fleet.metrics import Buckets, Family, Kind
+from fleet.vllm_names import aliases
+
+REQUEST: ContextVar[str] = ContextVar("request")
+"""Id of the request that the running task serves: every log line of it shows the id."""
 
 
 class LogLevel(StrEnum):
@@ -75,7 +81,10 @@ class _Json(logging.Formatter):
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _PLAIN}
+    extra = {name: value for name, value in vars(record).items() if name not in _PLAIN}
+    if (request := REQUEST.get(None)) is not None:
+        extra.setdefault("request", request)
+    return extra
 
 
 def set_up_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
@@ -87,34 +96,46 @@ def set_up_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-class Totals(Collector):
-    """Shows numbers that are kept elsewhere: read when the page is asked for, at no cost before.
+async def page(families: Sequence[Family], vllm_names: bool = False) -> bytes:
+    """The page in Prometheus' text format, with what it knows of any process; `vllm_names`: with the names
+    that vLLM has for the same, too. Made in a thread: hundreds of series take tens of ms."""
+    return await asyncio.to_thread(_write, families, vllm_names)
 
-    `read` gives name → number; names in `gauges` may fall, all others are totals since start.
-    """
 
-    def __init__(
-        self, prefix: str, read: Callable[[], Mapping[str, float]], gauges: Iterable[str] = ()
-    ) -> None:
-        self._prefix = prefix
-        self._read = read
-        self._gauges = frozenset(gauges)
+def _write(families: Sequence[Family], vllm_names: bool) -> bytes:
+    shown = [*families, *aliases(families)] if vllm_names else families
+    written: bytes = generate_latest(_Page(shown))
+    return written
+
+
+class _Page(Collector):
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in self._read().items():
-            family = GaugeMetricFamily if name in self._gauges else CounterMetricFamily
-            yield family(f"{self._prefix}_{name}", name.replace("_", " "), value=value)
+        for family in self._families:
+            yield _metric(family)
+        yield from _PROCESS.collect()
+        yield from _GARBAGE.collect()
 
 
-def new_metrics() -> CollectorRegistry:
-    """A registry of its own for each process, with what Prometheus knows of any process."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
-    return registry
+_PROCESS = ProcessCollector(registry=None)
+_GARBAGE = GCCollector(registry=CollectorRegistry())
 
 
-async def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page in Prometheus' text format; made in a thread, as many histograms take tens of ms."""
-    return await asyncio.to_thread(generate_latest, registry)
+_KINDS = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
+
+
+def _metric(family: Family) -> Metric:
+    metric: Any = _KINDS[family.kind](family.name, family.help, labels=family.labels)
+    for labels, number in family.series.items():
+        if isinstance(number, Buckets):
+            metric.add_metric(labels, number.cumulative(), number.sum)
+        else:
+            metric.add_metric(labels, number)
+    written: Metric = metric
+    return written

@@ -281,6 +281,10 @@ class Admission:
     def queued(self) -> int:
         return sum(lane.count for lane in self._lanes.values())
 
+    def waiting(self) -> Counter[str]:
+        """How many wait, by class."""
+        return Counter(entry.terms.slo_class for entry in self._entries.values() if entry.queued)
+
     def enter(self, request: Request, accepted: float) -> float:
         """Takes it on; returns when it is overdue, on the clock of `accepted`.
 

@@ -56,6 +56,7 @@ from router.admission import Act, Admission, Decision
 from router.cost import Ask, Choice, choose_decode, choose_prefill
 from router.forecast import Forecast, forecast
 from router.link import Link, Stream
+from router.meters import Meters
 from router.prefix_index import PrefixIndex
 from router.record import HandoffRecord, HandoffState, Records
 from router.roster import LinkState, Pool, Roster
@@ -87,6 +88,7 @@ class Flow:
         """Of requests that bring none."""
         self.goodput: dict[str, Rolling] = {}
         """By class, from its first request that ended."""
+        self.meters = Meters()
         self.records = Records(settings.flow.records)
         self.counters: Counter[str] = Counter()
         """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
@@ -194,6 +196,9 @@ class _Run:
         self.generated: list[int] = []
         self.times = array("d")
         """When each of them was taken by the client, seconds since acceptance."""
+        self.labels = flow.meters.labels(request.model, terms.slo_class)
+        self.promised_ttft_s: float | None = None
+        """As it was forecast when it came."""
         self.forecast: Forecast | None = None
         """Of the first leg, as it was dispatched; None: of another kind, or lost."""
         self.sent_at = 0.0
@@ -393,6 +398,8 @@ class _Run:
         return forecast(pool, choice, answer, self.flow.settings.cost)
 
     def _decided(self, decision: Decision) -> None:
+        if not self.record.admission:
+            self.promised_ttft_s = decision.ttft_s
         self.record.admission.append(
             {"at_s": round(self.loop.time() - self.timeline.start, 6), **decision.as_dict()}
         )
@@ -742,6 +749,7 @@ class _Run:
     def _begin(self) -> None:
         self.begun = True
         self.flow.counters["requests"] += 1
+        self.flow.meters.began(self.labels)
         self.flow.records.open(self.record)
         self.record.move(HandoffState.RESERVED, self.loop.time(), "taken on")
         self._arm()
@@ -844,6 +852,12 @@ class _Run:
         outcome = Outcome.of(self.timeline, self.times, kind, now)
         verdict = attains(outcome, self.terms.objectives)
         self.flow.judged(self.terms, outcome, verdict, now)
+        how = str(end if isinstance(end, FinishReason) else kind)
+        self.flow.meters.ended(self.labels, how, outcome, verdict, self.record, self.promised_ttft_s)
+        if self.generated:
+            self.flow.meters.used(
+                self.labels, len(self.request.prompt), self.cached_tokens, len(self.generated)
+            )
         self.record.outcome = {
             "class": self.terms.slo_class,
             "tenant": self.terms.tenant,

@@ -169,6 +169,7 @@ class Router:
                     "worker %s serves %s, this router %s: it gets no request until served_model_name agrees",
                     card.id, card.model, served,
                 )  # fmt: skip
+            self.flow.meters.models.add(card.model)
             self.index.add_worker(card.id, card.incarnation)
             link = self.links[card.id] = Link(card, self._wire, self.settings.watch, self._link_moved)
             self._sessions[card.id] = self._spawn(link.run())

@@ -18,6 +18,7 @@ from fleet.handoff import CancelReason
 from fleet.ids import new_request_id
 from fleet.objectives import CLASSES, STANDARD, Objectives
 from fleet.stages import Stage, Timeline
+from fleet.telemetry import REQUEST
 from router.openai import chat, completions, responses, tokens
 from router.openai.app import admin_app
 from router.openai.callers import ANYBODY, Caller, Callers
@@ -35,7 +36,7 @@ from router.openai.errors import (
 )
 from router.openai.job import Endpoint, include_usage
 from router.openai.messages import ChatBody, CompletionBody, decode
-from router.openai.metrics import Metrics
+from router.openai.metrics import OTHER, Metrics
 from router.openai.protocol import ABORT
 from router.openai.responses import ResponsesBody
 from router.openai.settings import HttpSettings
@@ -235,11 +236,11 @@ class _Exchange:
         "_last",
         "_lock",
         "_now",
-        "_opened",
         "_path",
         "_ping",
         "_prepare",
         "_receive",
+        "_route",
         "_scope",
         "_send",
         "_started",
@@ -265,6 +266,8 @@ class _Exchange:
         self._send = send
         self._path = path
         self._prepare = prepare
+        self._route = OTHER if prepare is None else path
+        """As it stands in labels."""
         self._caller = caller
         self._now = asyncio.get_running_loop().time
         self._began = self._now()
@@ -281,8 +284,6 @@ class _Exchange:
         self._gone = False
         self._job: Job | None = None
         self._ping: asyncio.Task[None] | None = None
-        self._opened: dict[int, float] = {}
-        """By place of the answer: when its last frame was written."""
         self.id = new_request_id().encode()
         self.length = 0
         self.refused = self._look_at_headers()
@@ -341,8 +342,9 @@ class _Exchange:
 
     async def serve(self) -> None:
         ingress, metrics, quota = self._ingress, self._ingress.metrics, self._caller.quota
+        REQUEST.set(self.id.decode())
         ingress.exchanges.add(self)
-        metrics.running += 1
+        metrics.began(self._route)
         watch: asyncio.Task[None] | None = None
         outcome, entered = "cancelled", False
         try:
@@ -382,13 +384,12 @@ class _Exchange:
             if self._ping is not None:
                 self._ping.cancel()
             ingress.exchanges.discard(self)
-            metrics.running -= 1
-            metrics.requests["other" if self._prepare is None else self._path, outcome] += 1
+            metrics.ended(self._route, outcome, self._now() - self._began)
             if quota is not None and entered:
                 quota.leave()
             await self.stop(CancelReason.CLIENT)
-            if self._job is not None:
-                self._account(self._job)
+            if self._job is not None and quota is not None:
+                quota.used(self._job.consumed())
 
     async def _read(self) -> bytes:
         """The body. Counted as it comes: what its length header says is only believed when it is too much."""
@@ -436,21 +437,10 @@ class _Exchange:
                 if choice.run is not None:
                     await choice.run.stop(reason)
 
-    def _account(self, job: Job) -> None:
-        metrics = self._ingress.metrics
-        metrics.used(job.usage())
-        if self._caller.quota is not None:
-            self._caller.quota.used(job.consumed())
-        metrics.whole.observe(self._now() - self._began)
-        for choice in job.choices:
-            if choice.timeline is not None:
-                metrics.lived(choice.timeline)
-
     # -- the response
 
     async def _whole(self, job: Job) -> None:
         def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
-            self._tell_time(choice, self._now())
             choice.text.append(text)
             choice.logged += logged
 
@@ -464,15 +454,16 @@ class _Exchange:
 
     async def _stream(self, job: Job) -> None:
         """Frames that are there at once are written at once."""
-        layout, opened = job.layout, self._opened
-        frames: list[bytes] = []
+        layout, frames = job.layout, list[bytes]()
+        opened: set[int] = set()
+        """Places of the answers whose opening was said."""
 
         def show(choice: Choice, text: str, logged: list[LoggedToken]) -> None:
             frame = b"" if choice.index in opened else layout.opening(choice)
             if text:
                 frame += layout.delta(choice, text, logged)
-            self._last = now = self._now()
-            self._tell_time(choice, now)
+            self._last = self._now()
+            opened.add(choice.index)
             if choice.finish:
                 frame += layout.closing(choice, choice.answer.logged)
             if frame or not self._started:
@@ -493,14 +484,6 @@ class _Exchange:
             frames.append(layout.usage(job.usage()))
         frames.append(job.done)
         await self._write(b"".join(frames), last=True)
-
-    def _tell_time(self, choice: Choice, now: float) -> None:
-        before = self._opened.get(choice.index)
-        if before is not None:
-            self._ingress.metrics.between.observe(now - before)
-        elif not self._opened:
-            self._ingress.metrics.first.observe(now - self._began)
-        self._opened[choice.index] = now
 
     async def _write(self, frame: bytes, last: bool = False) -> None:
         self._writing += 1

@@ -1,4 +1,4 @@
-"""Log lines in both formats, and numbers kept elsewhere on the metrics page."""
+"""Log lines in both formats, and the page of metrics, read back as Prometheus does."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.telemetry import (
-    LogFormat,
-    LogLevel,
-    LogSettings,
-    Totals,
-    metrics_page,
-    new_metrics,
-    set_up_logging,
-)
+from fleet.metrics import Buckets, Family, Kind, counter, gauge, histogram, value
+from fleet.telemetry import REQUEST, LogFormat, LogLevel, LogSettings, page, set_up_logging
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +59,79 @@ def test_the_level_holds() -> None:
     assert "hidden" in lines(LogSettings(level=LogLevel.DEBUG))[0]
 
 
-def test_numbers_kept_elsewhere_are_read_when_asked() -> None:
-    numbers = {"pulls": 1.0, "blocks_free": 9.0}
-    registry = new_metrics()
-    registry.register(Totals("pdfleet_worker", lambda: numbers, gauges=["blocks_free"]))
-    numbers["pulls"] = 5.0
-    page = asyncio.run(metrics_page(registry)).decode()
-    assert "# TYPE pdfleet_worker_pulls_total counter\npdfleet_worker_pulls_total 5.0\n" in page
-    assert "# TYPE pdfleet_worker_blocks_free gauge\npdfleet_worker_blocks_free 9.0\n" in page
-    assert "process_cpu_seconds_total" in page
+def test_lines_of_a_request_show_its_id() -> None:
+    token = REQUEST.set("r7")
+    try:
+        first, second = map(json.loads, lines(LogSettings(format=LogFormat.JSON)))
+    finally:
+        REQUEST.reset(token)
+    assert first["request"] == "r1", "what the line says itself stands"
+    assert second["request"] == "r7"
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def written(*families: Family, vllm_names: bool = False) -> Samples:
+    text = asyncio.run(page(families, vllm_names)).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_kind_is_written() -> None:
+    seconds = Buckets((0.1, 1.0))
+    seconds.observe_all([0.05, 0.5, 0.5, 7.0])
+    found = written(
+        counter("a", "A.", ("x",), {("one",): 3}),
+        gauge("b", "B.", (), {(): 2.5}),
+        histogram("c_seconds", "C.", ("x",), {("one",): seconds}),
+        value("d", "D.", Kind.GAUGE, None),
+    )
+    assert found["a_total", (("x", "one"),)] == 3
+    assert found["b", ()] == 2.5
+    counts = [found["c_seconds_bucket", (("le", bound), ("x", "one"))] for bound in ("0.1", "1.0", "+Inf")]
+    assert counts == [1, 3, 4]
+    assert found["c_seconds_sum", (("x", "one"),)] == pytest.approx(8.05)
+    assert not any(name == "d" for name, _ in found), "what is unknown is absent, not zero"
+    assert found["process_cpu_seconds_total", ()] > 0
+
+
+def test_what_was_never_measured_spoils_no_sum() -> None:
+    seconds = Buckets((0.1, 1.0))
+    seconds.observe_all([-1e9, float("nan"), 0.5])
+    assert (seconds.total, seconds.sum) == (1, 0.5)
+
+
+def test_a_page_shows_the_moment_it_was_asked_for() -> None:
+    seconds, counts = Buckets((0.1,)), {("one",): 1.0}
+    families = [counter("a", "A.", ("x",), counts), histogram("b", "B.", (), {(): seconds})]
+    counts[("one",)] = 9.0
+    seconds.observe(0.05)
+    found = written(*families)
+    assert found["a_total", (("x", "one"),)] == 1
+    assert found["b_count", ()] == 0
+
+
+def test_vllms_names_are_told_when_asked_for() -> None:
+    ends = {("m", "standard", "stop"): 2.0, ("m", "standard", "failed"): 1.0, ("m", "standard", "timed_out"): 4.0,
+            ("m", "standard", "rejected"): 9.0}  # fmt: skip
+    families = [
+        counter("pdfleet_requests_ended", "E.", ("model", "slo_class", "end"), ends),
+        gauge("pdfleet_worker_sequences", "S.", ("state",), {("running",): 3.0, ("waiting",): 1.0}),
+    ]
+    assert not any(name.startswith("vllm") for name, _ in written(*families))
+    found = {key: number for key, number in written(*families, vllm_names=True).items() if "vllm" in key[0]}
+
+    def success(reason: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+        labels = (("finished_reason", reason), ("model_name", "m"), ("slo_class", "standard"))
+        return "vllm:request_success_total", labels
+
+    assert found == {
+        success("stop"): 2,
+        success("error"): 5,
+        ("vllm:num_requests_running", ()): 3,
+        ("vllm:num_requests_waiting", ()): 1,
+    }

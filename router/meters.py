@@ -1,0 +1,186 @@
+"""What became of a router's requests, by model and class: totals and durations since start. Pure.
+
+Every request that was taken on is counted once as received and once by its end, whatever it was. Durations
+are those of `fleet.goodput.Outcome` and of the request's timeline: what was not reached is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from fleet.goodput import Outcome, Verdict
+from fleet.metrics import (
+    BETWEEN_S,
+    FIRST_S,
+    SHORT_S,
+    WHOLE_S,
+    Buckets,
+    Family,
+    Labels,
+    counter,
+    gauge,
+    histogram,
+)
+from fleet.stages import Stage, Timeline
+from router.record import HandoffRecord, HandoffState
+
+STAGES: Mapping[str, tuple[Stage, Stage, tuple[float, ...]]] = {
+    "tokenize": (Stage.ACCEPTED, Stage.TOKENIZED, SHORT_S),
+    "admission": (Stage.TOKENIZED, Stage.PREFILL_SENT, FIRST_S),
+    "queue": (Stage.PREFILL_SENT, Stage.PREFILL_STARTED, FIRST_S),
+    "prefill": (Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, FIRST_S),
+    "transfer": (Stage.PULL_STARTED, Stage.PULL_ENDED, SHORT_S),
+    "second_token": (Stage.FIRST_TOKEN, Stage.SECOND_TOKEN, SHORT_S),
+    "decode": (Stage.FIRST_TOKEN, Stage.ENDED, WHOLE_S),
+}
+"""Parts of a request's life that are shown, each with where it begins and ends."""
+
+OTHER = "other"
+"""Stands for every model that no worker ever served here."""
+
+_HANDOFFS = {
+    HandoffState.DONE: "completed",
+    HandoffState.READY: "tried_again",
+    HandoffState.RESERVED: "kv_lost",
+    HandoffState.FAILED: "failed",
+    HandoffState.RELEASED: "cancelled",
+}
+"""What followed on handing a ticket to a decode worker."""
+
+
+class Meters:
+    def __init__(self) -> None:
+        self.models: set[str] = set()
+        """Names that workers have ever served: the only ones that stand in labels."""
+        self._received: Counter[Labels] = Counter()
+        self._ended: Counter[Labels] = Counter()
+        self._in_flight: Counter[Labels] = Counter()
+        self._judged: Counter[Labels] = Counter()
+        self._missed: Counter[Labels] = Counter()
+        self._handoffs: Counter[Labels] = Counter()
+        self._prompt_tokens: Counter[Labels] = Counter()
+        self._cached_tokens: Counter[Labels] = Counter()
+        self._generated: Counter[Labels] = Counter()
+        self._durations: dict[str, dict[Labels, Buckets]] = {name: {} for name in _DURATIONS}
+        self._stages: dict[Labels, Buckets] = {}
+        self._forecasts: dict[Labels, Buckets] = {}
+        self._errors: dict[Labels, Buckets] = {}
+
+    def labels(self, model: str, slo_class: str) -> Labels:
+        """What a request is counted under from its begin to its end, whoever comes and goes meanwhile."""
+        return (model if model in self.models else OTHER, slo_class)
+
+    def began(self, labels: Labels) -> None:
+        self._received[labels] += 1
+        self._in_flight[labels] += 1
+
+    def ended(
+        self,
+        labels: Labels,
+        end: str,
+        outcome: Outcome,
+        verdict: Verdict,
+        record: HandoffRecord,
+        forecast_s: float | None,
+    ) -> None:
+        """`end`: how it finished, or `outcome.end`. `forecast_s`: its time to the first token, as it was
+        forecast when it came; None: it was not."""
+        model, slo_class = labels
+        self._in_flight[labels] -= 1
+        self._ended[*labels, end] += 1
+        judged = {None: "uncounted", True: "attained", False: "missed"}[verdict.attained]
+        self._judged[*labels, judged] += 1
+        for reason in verdict.missed:
+            self._missed[slo_class, reason] += 1
+        for name, seconds in (
+            ("first", outcome.ttft_s),
+            ("each", outcome.tpot_s),
+            ("whole", outcome.e2e_s),
+        ):
+            if seconds is not None:
+                self._of(self._durations[name], labels, _DURATIONS[name][2]).observe(seconds)
+        if len(outcome.times) > 1:
+            self._of(self._durations["between"], labels, BETWEEN_S).observe_all(outcome.gaps)
+        self._lived(model, outcome.stages)
+        self._handed(record)
+        if outcome.ttft_s is not None and forecast_s is not None:
+            off = outcome.ttft_s - forecast_s
+            self._of(self._forecasts, (slo_class,), FIRST_S).observe(forecast_s)
+            direction = "later" if off > 0 else "earlier"
+            self._of(self._errors, (slo_class, direction), FIRST_S).observe(abs(off))
+
+    def used(self, labels: Labels, prompt: int, cached: int, generated: int) -> None:
+        """Tokens of one whose first token came, however it ended; once."""
+        self._prompt_tokens[labels] += prompt
+        self._cached_tokens[labels] += cached
+        self._generated[labels] += generated
+
+    def families(self) -> Iterable[Family]:
+        by_class = ("model", "slo_class")
+        yield counter("pdfleet_requests_received", "Requests taken on: answers to be made.",
+                      by_class, self._received)  # fmt: skip
+        yield counter("pdfleet_requests_ended", "Of those, the ones that ended, by how.",
+                      (*by_class, "end"), self._ended)  # fmt: skip
+        yield gauge("pdfleet_requests_in_flight", "Of those, the ones that have not ended.",
+                    by_class, self._in_flight)  # fmt: skip
+        yield counter("pdfleet_requests_judged", "Ended requests by whether they met their objectives.",
+                      (*by_class, "verdict"), self._judged)  # fmt: skip
+        yield counter("pdfleet_objectives_missed", "What those that did not attain had missed.",
+                      ("slo_class", "reason"), self._missed)  # fmt: skip
+        yield counter("pdfleet_handoffs", "Tickets given to decode workers, by what became of them.",
+                      ("outcome",), self._handoffs)  # fmt: skip
+        yield counter("pdfleet_prompt_tokens", "Tokens of prompts whose first token came.",
+                      by_class, self._prompt_tokens)  # fmt: skip
+        yield counter("pdfleet_cached_tokens", "Of those, found in the cache where the prompt was computed.",
+                      by_class, self._cached_tokens)  # fmt: skip
+        yield counter("pdfleet_generation_tokens", "Tokens of answers, those of cancelled requests included.",
+                      by_class, self._generated)  # fmt: skip
+        for key, (name, help, _) in _DURATIONS.items():
+            yield histogram(name, help, by_class, self._durations[key])
+        yield histogram(
+            "pdfleet_stage_seconds", "Parts of a request's life.", ("model", "stage"), self._stages
+        )
+        yield histogram("pdfleet_ttft_forecast_seconds",
+                        "Time to the first token as forecast at arrival, of requests whose first token came.",
+                        ("slo_class",), self._forecasts)  # fmt: skip
+        yield histogram("pdfleet_ttft_forecast_error_seconds",
+                        "How much earlier or later than forecast the first token came.",
+                        ("slo_class", "direction"), self._errors)  # fmt: skip
+
+    def _lived(self, model: str, marks: Mapping[Stage, float]) -> None:
+        timeline = Timeline(0.0, dict(marks))
+        for name, (begin, end, bounds) in STAGES.items():
+            seconds = timeline.between(begin, end)
+            if seconds is not None:
+                self._of(self._stages, (model, name), bounds).observe(seconds)
+
+    def _handed(self, record: HandoffRecord) -> None:
+        steps = record.transitions
+        for step, following in pairwise(steps):
+            if step.state is HandoffState.PULLING and following.state in _HANDOFFS:
+                self._handoffs[(_HANDOFFS[following.state],)] += 1
+
+    @staticmethod
+    def _of(held: dict[Labels, Buckets], labels: Labels, bounds: tuple[float, ...]) -> Buckets:
+        buckets = held.get(labels)
+        if buckets is None:
+            buckets = held[labels] = Buckets(bounds)
+        return buckets
+
+
+_DURATIONS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
+    "first": (
+        "pdfleet_time_to_first_token_seconds",
+        "Accepted by the ingress to first token written to the client.",
+        FIRST_S,
+    ),
+    "between": ("pdfleet_inter_token_seconds", "Between two tokens as the client sees them.", BETWEEN_S),
+    "each": (
+        "pdfleet_time_per_output_token_seconds",
+        "(Last token - first token) / (tokens - 1), of answers of at least two.",
+        BETWEEN_S,
+    ),
+    "whole": ("pdfleet_request_seconds", "Accepted to last byte, of requests that finished.", WHOLE_S),
+}
