@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
     parser.add_argument("--model", default="latency:base=10")
-    parser.add_argument("--served", default="SmolLM2-135M-Instruct", help="name of a real model")
+    parser.add_argument("--served", default="smollm2-135m-instruct", help="name of a real model")
     parser.add_argument("--kv-bytes", type=int, default=1 << 20, help="of each worker")
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
     parser.add_argument("--tokens", type=int, default=80, help="of the longest answer")

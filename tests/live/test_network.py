@@ -248,7 +248,7 @@ def test_silence_is_noticed_by_each_of_those_who_wait(world: World) -> None:
     async def scenario(watcher: Watcher) -> None:
         signs = [
             ("router-0", "link to decode-0 is lost"),
-            ("decode-0", "session with .* ended"),
+            ("decode-0", "session ended"),
             ("decode-0", "NATS connection lost"),
             ("decode-0", "lease not renewed|does not know the lease"),
         ]
@@ -271,8 +271,9 @@ def test_silence_is_noticed_by_each_of_those_who_wait(world: World) -> None:
 def test_one_that_accepts_and_never_answers_holds_up_nobody(world: World, tmp_path: Path) -> None:
     async def scenario(watcher: Watcher) -> None:
 
+        held: list[asyncio.StreamWriter] = []
         silent = await asyncio.start_server(
-            lambda *_: asyncio.Event().wait(), world.network.address("client")
+            lambda _, writer: held.append(writer), world.network.address("client")
         )
         address = f"{world.network.address('client')}:{silent.sockets[0].getsockname()[1]}"
         card = await watcher.card("decode-0")
@@ -295,5 +296,7 @@ def test_one_that_accepts_and_never_answers_holds_up_nobody(world: World, tmp_pa
         finally:
             await watcher.registry.delete(key)
             silent.close()
+            for writer in held:
+                writer.transport.abort()
 
     play(world, scenario)
