@@ -12,12 +12,67 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from operator import itemgetter
+from typing import Any, NamedTuple
 
 from fleet.ids import Incarnation, WorkerId
 from fleet.member import Role
 from router.roster import Pool, Standing
 from router.settings import CostSettings
+
+
+class Candidate(NamedTuple):
+    """A worker as it stood when one was chosen; four parts make up the seconds. A tuple: cheap to make."""
+
+    worker: WorkerId
+    role: Role
+    seconds: float
+    """Expected, as in `Choice`."""
+    queue_s: float
+    """For the prompts before it there."""
+    compute_s: float
+    """For its own prompt, as far as that is not cached."""
+    transfer_s: float
+    """For the KV to come."""
+    decode_s: float
+    """For the first tokens after that, and a wait where memory is short; of a prefill worker, with the
+    hand-off to the decode worker that is best for it."""
+    queued_tokens: float
+    sequences: float
+    blocks_free: float
+    cached: int
+    """Blocks of the prompt that are there."""
+    tokens: int
+    """To compute there."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: round(v, 6) if isinstance(v, float) else v for name, v in self._asdict().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """What a choice was made from."""
+
+    best: tuple[Candidate, ...]
+    """Some that were expected to be soonest, in that order, and the one that was taken."""
+    others: int
+    """How many more there were."""
+    near: int
+    """How many were as good as the soonest, so that the less loaded of two of them was taken."""
+    near_s: float
+    """Up to how many expected seconds that was."""
+    left_out: int
+    """Workers that had refused or lost this request, or are too small for it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "best": [candidate.as_dict() for candidate in self.best],
+            "others": self.others,
+            "near": self.near,
+            "near_s": round(self.near_s, 6),
+            "left_out": self.left_out,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +90,7 @@ class Choice:
     blocks: int
     """KV blocks it has to find room for."""
     why: str
+    considered: Considered
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +115,8 @@ _Offer = tuple[float, float, Standing, int, int, bool, float]
 there; whether a decode worker computes the prompt; seconds of transfer. A plain tuple: hundreds are made
 for one choice."""
 _seconds = itemgetter(0)
+_SHOWN = 8
+"""Candidates kept of each choice, for explaining."""
 
 
 def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | None:
@@ -68,7 +126,8 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
         return None
     remote = _remote(pool, ask, settings, bases)
     if not remote:
-        return _take(pool, ask, settings, _local(pool, ask, settings, bases), len(bases), "no prefill worker")
+        local = _local(pool, ask, settings, bases)
+        return _take(pool, ask, settings, local, [], len(bases), "no prefill worker")
     best = min(map(_seconds, remote))
     short, advantage = settings.local_prefill_tokens, settings.local_advantage
     # Most decode workers would be too late even if they had the prompt computed for nothing.
@@ -76,7 +135,8 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
     hopeful = [base for base in bases if base[0] * (1.0 if base[3] >= enough else advantage) < best]
     local = _local(pool, ask, settings, hopeful)
     near = [offer for offer in local if offer[0] * (1.0 if offer[4] <= short else advantage) < best]
-    return _take(pool, ask, settings, near or remote, len(remote) + len(bases), "")
+    seen = len(remote) + len(bases)
+    return _take(pool, ask, settings, near or remote, remote if near else local, seen, "")
 
 
 def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool) -> Choice | None:
@@ -85,7 +145,7 @@ def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool)
     if not bases:
         return None
     offers = _with_ticket(pool, bases) if ticket else _local(pool, ask, settings, bases)
-    return _take(pool, ask, settings, offers, len(offers), "")
+    return _take(pool, ask, settings, offers, [], len(offers), "", among=len(pool.decode))
 
 
 def _able(workers: Sequence[Standing], ask: Ask) -> list[Standing]:
@@ -148,7 +208,17 @@ def _remote(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) ->
     return offers
 
 
-def _take(pool: Pool, ask: Ask, settings: CostSettings, offers: list[_Offer], seen: int, note: str) -> Choice:
+def _take(
+    pool: Pool,
+    ask: Ask,
+    settings: CostSettings,
+    offers: list[_Offer],
+    beaten: list[_Offer],
+    seen: int,
+    note: str,
+    among: int | None = None,
+) -> Choice:
+    """One of `offers`; `beaten` are out, and only shown. `among` how many workers there are."""
     best = min(offers, key=_seconds)
     herd = settings.herd_share * (ask.routers - 1)
     limit = best[0] + settings.tie_s + best[1] * (settings.tie_share + herd)
@@ -184,6 +254,46 @@ def _take(pool: Pool, ask: Ask, settings: CostSettings, offers: list[_Offer], se
         tokens=tokens,
         blocks=max(0, blocks + 1 - cached),
         why=", ".join(parts),
+        considered=_considered(pool, settings, offers + beaten, chosen, seen, len(near), limit, among),
+    )
+
+
+def _considered(
+    pool: Pool,
+    settings: CostSettings,
+    offers: list[_Offer],
+    chosen: _Offer,
+    seen: int,
+    near: int,
+    near_s: float,
+    among: int | None,
+) -> Considered:
+    best = nsmallest(_SHOWN, offers, key=_seconds)
+    if all(offer is not chosen for offer in best):
+        best.append(chosen)
+    shown = tuple([_candidate(offer, settings.disturbance) for offer in best])
+    total = len(pool.prefill) + len(pool.decode) if among is None else among
+    return Considered(shown, max(0, seen - len(shown)), near, near_s, total - seen)
+
+
+def _candidate(offer: _Offer, disturbance: float) -> Candidate:
+    seconds, _, worker, cached, tokens, local, transfer = offer
+    speed = worker.prefill_tokens_s
+    queue = worker.queued_tokens / speed
+    compute = tokens / speed * (1 + disturbance * worker.sequences if local else 1)
+    return Candidate(
+        worker.card.id,
+        worker.card.role,
+        seconds,
+        queue,
+        compute,
+        transfer,
+        max(0.0, seconds - queue - compute - transfer),
+        worker.queued_tokens,
+        worker.sequences,
+        worker.blocks_free,
+        cached,
+        tokens,
     )
 
 

@@ -190,7 +190,15 @@ class _Run:
         self.terms = terms
         self.limits = flow.settings.flow
         self.loop = asyncio.get_running_loop()
-        self.record = HandoffRecord(request.id, request.model, len(request.prompt), timeline.start)
+        self.record = HandoffRecord(
+            request.id,
+            request.model,
+            len(request.prompt),
+            timeline.start,
+            terms.slo_class,
+            terms.tenant,
+            timeline.marks,
+        )
         self.tie = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest(), "little")
         self.due = timeline.start + request.deadline_s
         self.generated: list[int] = []
@@ -497,7 +505,7 @@ class _Run:
             self.flow.roster.sent(choice.worker, self.request.id, choice.tokens, choice.blocks)
             self.flow.index.sent(choice.worker, self._hashes(pool, self._needed()), now)
             self.flow.counters["early_legs"] += 1
-            self.record.move(HandoffState.LENDING, now, choice.why, choice.worker)
+            self.record.move(HandoffState.LENDING, now, choice.why, choice.worker, choice.considered)
             return
 
     def _early_ended(self) -> None:
@@ -621,7 +629,7 @@ class _Run:
             state, stage, count = HandoffState.PULLING, Stage.DECODE_SENT, "handoffs"
         else:
             state, stage, count = HandoffState.PREFILLING, Stage.PREFILL_SENT, "prefills_local"
-        self.record.move(state, now, choice.why, choice.worker)
+        self.record.move(state, now, choice.why, choice.worker, choice.considered)
         self.timeline.mark(stage, now)
         self.flow.counters[count] += 1
         log.debug("request %s: %s at %s: %s", self.request.id, state, choice.worker, choice.why)

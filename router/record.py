@@ -1,13 +1,16 @@
-"""The hand-off record: where one request's KV is and was, and why it moved. Pure."""
+"""The hand-off record: where one request's KV is and was, why it moved, and who else was weighed. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from fleet.ids import RequestId, WorkerId
+from fleet.stages import Stage
+from router.cost import Considered
 
 
 class HandoffState(StrEnum):
@@ -49,6 +52,12 @@ class Transition:
     """Seconds since the request was accepted."""
     why: str
     worker: WorkerId | None = None
+    considered: Considered | None = None
+    """Where the worker was chosen: from whom."""
+
+    def as_dict(self) -> dict[str, Any]:
+        said = {"state": self.state.value, "at_s": round(self.at, 6), "why": self.why, "worker": self.worker}
+        return said if self.considered is None else {**said, "considered": self.considered.as_dict()}
 
 
 @dataclass(slots=True)
@@ -58,11 +67,17 @@ class HandoffRecord:
     prompt_tokens: int
     accepted: float
     """On the router's clock."""
+    slo_class: str = ""
+    tenant: str = ""
+    stages: Mapping[Stage, float] = field(default_factory=dict)
+    """Those that it has reached: the request's own timeline, not a copy."""
     transitions: list[Transition] = field(default_factory=list)
     admission: list[dict[str, Any]] = field(default_factory=list)
     """What was decided about it, with reasons and forecasts: at its arrival, and after waiting."""
     outcome: dict[str, Any] | None = None
     """How it ended, and whether it attained its objectives."""
+    moved: Callable[[HandoffRecord, Transition], None] | None = None
+    """Is told of each transition."""
 
     @property
     def state(self) -> HandoffState:
@@ -72,25 +87,60 @@ class HandoffRecord:
     def ended(self) -> bool:
         return self.state in _ENDS
 
-    def move(self, state: HandoffState, now: float, why: str, worker: WorkerId | None = None) -> None:
+    @property
+    def seconds(self) -> float:
+        """From acceptance to its last transition: of one that has ended, all of it."""
+        return self.transitions[-1].at if self.transitions else 0.0
+
+    def move(
+        self,
+        state: HandoffState,
+        now: float,
+        why: str,
+        worker: WorkerId | None = None,
+        considered: Considered | None = None,
+    ) -> None:
         """ValueError names a step that is not allowed: a record ends once."""
         if self.transitions and state not in _NEXT[self.state]:
             raise ValueError(f"request {self.request} cannot go from {self.state} to {state} ({why})")
-        self.transitions.append(Transition(state, now - self.accepted, why, worker))
+        step = Transition(state, now - self.accepted, why, worker, considered)
+        self.transitions.append(step)
+        if self.moved is not None:
+            self.moved(self, step)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "request": self.request,
             "model": self.model,
             "prompt_tokens": self.prompt_tokens,
+            "class": self.slo_class,
+            "tenant": self.tenant,
             "state": self.state.value,
+            "seconds": round(self.seconds, 6),
+            "stages": {stage.value: round(at, 6) for stage, at in self.stages.items()},
             "admission": self.admission,
             "outcome": self.outcome,
-            "transitions": [
-                {"state": step.state.value, "at_s": round(step.at, 6), "why": step.why, "worker": step.worker}
-                for step in self.transitions
-            ],
+            "transitions": [step.as_dict() for step in self.transitions],
         }
+
+    def summary(self) -> dict[str, Any]:
+        """One line of a list."""
+        return {
+            "request": self.request,
+            "model": self.model,
+            "prompt_tokens": self.prompt_tokens,
+            "class": self.slo_class,
+            "tenant": self.tenant,
+            "state": self.state.value,
+            "seconds": round(self.seconds, 6),
+            "ttft_s": None if (at := self.stages.get(Stage.FIRST_TOKEN)) is None else round(at, 6),
+            "attained": None if self.outcome is None else self.outcome["attained"],
+            "workers": list(dict.fromkeys(step.worker for step in self.transitions if step.worker)),
+        }
+
+
+Follower = Callable[[HandoffRecord, Transition | None], None]
+"""Told of a transition of a request, and once, without one, of its end."""
 
 
 class Records:
@@ -100,9 +150,11 @@ class Records:
         self._limit = limit
         self._running: dict[RequestId, HandoffRecord] = {}
         self._ended: OrderedDict[RequestId, HandoffRecord] = OrderedDict()
+        self.followers: list[Follower] = []
 
     def open(self, record: HandoffRecord) -> None:
         self._running[record.request] = record
+        record.moved = self._moved
 
     def close(self, record: HandoffRecord) -> None:
         if self._running.pop(record.request, None) is None:
@@ -110,6 +162,16 @@ class Records:
         self._ended[record.request] = record
         while len(self._ended) > self._limit:
             self._ended.popitem(last=False)
+        self._moved(record, None)
+
+    def _moved(self, record: HandoffRecord, step: Transition | None) -> None:
+        for follower in self.followers:
+            follower(record, step)
+
+    def newest(self) -> Iterator[HandoffRecord]:
+        """Running ones, then those that ended, each from the newest on."""
+        yield from reversed(self._running.values())
+        yield from reversed(self._ended.values())
 
     def get(self, request: RequestId) -> HandoffRecord | None:
         return self._running.get(request) or self._ended.get(request)
