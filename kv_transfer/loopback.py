@@ -8,6 +8,7 @@ that is stopped answers nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
@@ -39,16 +40,23 @@ class Damage(Enum):
     """The bytes are those of another block of the source."""
 
 
+@dataclass(slots=True)
+class _Link:
+    """A host's way to the others; when each direction is idle again."""
+
+    egress_free: float = 0.0
+    ingress_free: float = 0.0
+
+
 @dataclass
 class _Port:
-    """One worker's place on the network; `egress_free` and `ingress_free` are when its link is idle again."""
+    """One worker's place on the network."""
 
     address: str
     source: Source
     context: Context
     """Of the process that serves."""
-    egress_free: float = 0.0
-    ingress_free: float = 0.0
+    link: _Link = field(default_factory=_Link)
     alive: bool = True
     thawed: asyncio.Event = field(default_factory=asyncio.Event)
     delay_s: float = 0.0
@@ -60,17 +68,28 @@ class _Port:
 class LoopbackHub:
     """The network between the transfers of one process.
 
-    A worker sends at most `bytes_s` and receives at most `bytes_s`, requests in turn: pulls that share a
-    link share its bandwidth. `block_bytes` is what a block weighs on the link when the real one is only a
-    stand-in. The methods are knobs for tests; `address` is `Transfer.address`.
+    A link sends at most `bytes_s` and receives at most `bytes_s`, requests in turn: pulls that share a
+    link share its bandwidth. `host_of` names the host of an address, whose workers share one link and are
+    apart by `local_bytes_s` each; without it each worker has one of its own. `block_bytes` is what a block
+    weighs on the link when the real one is only a stand-in. The methods are knobs for tests; `address` is
+    `Transfer.address`.
     """
 
     def __init__(
-        self, *, bytes_s: float = 10e9, latency_s: float = 100e-6, block_bytes: int | None = None
+        self,
+        *,
+        bytes_s: float = 10e9,
+        latency_s: float = 100e-6,
+        block_bytes: int | None = None,
+        host_of: Callable[[str], str] | None = None,
+        local_bytes_s: float = math.inf,
     ) -> None:
         self.bytes_s = bytes_s
         self.latency_s = latency_s
         self.block_bytes = block_bytes
+        self.local_bytes_s = local_bytes_s
+        self._host_of = host_of
+        self._links: dict[str, _Link] = {}
         self.tap: Callable[[str, str, str], None] = lambda reader, source, what: None
         """Told of everything asked of a source before it is sent: connect, read, renew, leave."""
         self.damaged = 0
@@ -79,7 +98,8 @@ class LoopbackHub:
         self._parted: dict[tuple[str, str], asyncio.Event] = {}
 
     def attach(self, address: str, source: Source) -> None:
-        port = self._ports[address] = _Port(address, source, copy_context())
+        link = _Link() if self._host_of is None else self._links.setdefault(self._host_of(address), _Link())
+        port = self._ports[address] = _Port(address, source, copy_context(), link)
         port.thawed.set()
 
     def detach(self, address: str) -> None:
@@ -274,8 +294,11 @@ class LoopbackConnection:
         try:
             size = len(chunk.positions) * (hub.block_bytes or self._region.block_bytes)
             now = true_time()
-            ends = max(now, port.egress_free, self._own.ingress_free) + size / hub.bytes_s
-            port.egress_free = self._own.ingress_free = ends
+            if port.link is self._own.link:
+                ends = now + size / hub.local_bytes_s
+            else:
+                ends = max(now, port.link.egress_free, self._own.link.ingress_free) + size / hub.bytes_s
+                port.link.egress_free = self._own.link.ingress_free = ends
             await asyncio.wait(
                 {self._broken, overdue}, timeout=ends - now, return_when=asyncio.FIRST_COMPLETED
             )
@@ -314,8 +337,7 @@ class LoopbackConnection:
         remote, own = self._port.source.region.array, self._region.array
         damage = self._port.damages.popleft() if self._port.damages else None
         before = own[chunk.destinations[-1]].copy()
-        for block, destination in zip(reading.blocks, chunk.destinations, strict=True):
-            own[destination] = remote[block]
+        own[list(chunk.destinations)] = remote[list(reading.blocks)]
         if damage is None:
             return
         last = own[chunk.destinations[-1]]

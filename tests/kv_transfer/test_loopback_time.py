@@ -92,6 +92,34 @@ def test_readers_of_one_source_share_its_link():
     in_virtual_time(test)
 
 
+def test_workers_of_one_host_share_its_link_and_do_not_need_it_among_themselves():
+    async def test(world):
+        world.hub = LoopbackHub(
+            bytes_s=1e9,
+            latency_s=0.001,
+            block_bytes=MB,
+            host_of=lambda address: address.removeprefix("loopback:")[0],
+            local_bytes_s=1e10,
+        )
+        one, two = await world.add("a1"), await world.add("a2")
+        near, far, further = await world.add("a3"), await world.add("b1"), await world.add("c1")
+        took = {}
+
+        async def pull(name, reader, source):
+            start = now()
+            ticket = source.grant(range(10), 10)
+            await reader.pull(ticket, [(k, k) for k in range(10)], 5.0)
+            source.release(ticket.lease)
+            took[name] = now() - start
+
+        await asyncio.gather(pull("far", far, one), pull("further", further, two), pull("near", near, one))
+        # Three crossings of 1 ms each besides the bytes.
+        assert took["near"] == pytest.approx(0.001 + 0.003)
+        assert sorted((took["far"], took["further"])) == pytest.approx([0.013, 0.023])
+
+    in_virtual_time(test)
+
+
 def test_pulls_are_deterministic_and_leave_nothing():
     def once():
         seen = []
