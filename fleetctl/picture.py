@@ -112,6 +112,8 @@ async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
         pid=card.pid,
         host=card.host,
         address=card.address,
+        metrics=card.metrics or None,
+        sessions=card.sessions,
         model=card.model,
         blocks_total=card.blocks,
     )

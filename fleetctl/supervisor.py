@@ -584,6 +584,7 @@ class Supervisor:
             state=child.phase,
             pid=child.pid,
             address=card.address if card else None,
+            sessions=card.sessions if card else None,
             restarts=child.restarts,
             note=self._notes.get(child.name, ""),
         )

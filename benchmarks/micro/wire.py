@@ -117,7 +117,6 @@ async def measure(streams: int, merge: bool, frames: int, runs: int) -> None:
 
 
 async def measure_calls(calls: int) -> None:
-    """Each over a channel of its own, as they are."""
     async with worker_process(1, False) as (_, address):
         wire = NetworkWire(SETTINGS)
         trips = []
@@ -126,6 +125,7 @@ async def measure_calls(calls: int) -> None:
             await wire.status(address, 60)
             trips.append((time.perf_counter() - start) * 1e6)
         emit("wire.call", "µs", trips, call="status")
+        await wire.close()
 
 
 def cost(case: str, run: Callable[[], Any], repeats: int, **settings: object) -> None:

@@ -36,6 +36,7 @@ class NetworkWire(GrpcCaller):
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in list(self._sessions)))
+        await super().close()
 
 
 class NetworkServer:

@@ -41,10 +41,13 @@ class WireSettings:
     backlog: int = 100_000
     """Tokens (or messages to a worker) that may wait for one peer; with more it is too slow and let go."""
     message_bytes: int = 16 << 20
-    """Largest message. A prompt takes 3 bytes a token, a snapshot 8 bytes a block."""
+    """Largest message. A prompt takes 4 bytes a token, a snapshot 8 bytes a block."""
+    call_connection_s: float = 60.0
+    """Seconds a connection of calls may last. Far more than a call takes; a caller could make one last for
+    ever."""
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_s", "connect_s", "backlog", "message_bytes"):
+        for name in ("heartbeat_s", "connect_s", "backlog", "message_bytes", "call_connection_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"wire.{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.apart_s < self.heartbeat_s:

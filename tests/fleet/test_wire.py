@@ -896,10 +896,49 @@ def test_a_call_that_never_comes_to_its_end_is_let_go() -> None:
     """Its caller is alive, answers pings and never sends the argument."""
 
     async def scenario() -> None:
-        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.05))
+        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.2, call_connection_s=0.5))
         async with grpc.aio.insecure_channel(server.address) as channel:
             call: Any = channel.stream_unary(f"/{SERVICE}/Drain")()
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        await server.close(0)
+
+    live(scenario())
+
+
+@pytest.mark.live
+def test_calls_share_a_connection_which_is_closed_when_none_is_left_to_make() -> None:
+    async def scenario() -> None:
+        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.1))
+        host, _, port = server.address.rpartition(":")
+        seen, closed = [], asyncio.Event()
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+            writer.close()
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            seen.append(writer)
+            there, back = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(carry(reader, back), carry(there, writer))
+            closed.set()
+
+        middle = await asyncio.start_server(between, "127.0.0.1", 0)
+        address = f"127.0.0.1:{middle.sockets[0].getsockname()[1]}"
+        wire = NetworkWire(WireSettings(heartbeat_s=10))
+        for _ in range(5):
+            assert await wire.status(address, 30) == REPORT
+        assert len(seen) == 1
+        with pytest.raises(BadRequest):
+            await wire.drain(address, math.nan, 30)
+        assert await wire.status(address, 30) == REPORT
+        await closed.wait()
+        closed.clear()
+        assert await wire.status(address, 30) == REPORT
+        await closed.wait()
+        await wire.close()
+        middle.close()
+        await middle.wait_closed()
         await server.close(0)
 
     live(scenario())

@@ -125,7 +125,7 @@ def test_workers_hear_only_who_has_a_certificate(guarded: Guarded) -> None:
         plain = NetworkWire(WireSettings(connect_s=3.0))
         for row in workers:
             with pytest.raises(WorkerLost):
-                await plain.open(row["address"])
+                await plain.open(row["sessions"])
             with pytest.raises(FleetError):
                 await plain.status(row["address"], 3.0)
         await plain.close()

@@ -83,6 +83,10 @@ def test_every_port_of_every_process(demo_fleet: dict[str, Any], tmp_path: Path)
     evil = pickle.dumps(Touch(marker))
     pieces = [evil, len(evil).to_bytes(4, "big") + evil, len(evil).to_bytes(4, "little") + evil]
     pieces += [b"\xff" * 4096, b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n"]
+    http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+    greeting = b"\x12\0\0\0\0pdfleet.v1.Session"
+    said = len(evil).to_bytes(4, "little") + b"\0" + evil
+    pieces += [http2 + evil, http2, greeting + said, greeting]
     pieces += [draw.randbytes(draw.randint(1, 2000)) for _ in range(6)]
     for kind, place in sorted(set().union(*ports.values())):
         for data in pieces:

@@ -280,7 +280,7 @@ def test_one_that_accepts_and_never_answers_holds_up_nobody(world: World, tmp_pa
         assert card is not None
         mute = replace(
             card, id=WorkerId("decode-mute"), incarnation=new_incarnation(), address=address,
-            transfer=f"ucx:{address}",
+            sessions=address, transfer=f"ucx:{address}",
         )  # fmt: skip
         key = worker_key("chaos", mute.id)
         await watcher.registry.put(key, encode_card(mute))
