@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.settings import EngineSettings
 from fleet.chassis import ChassisSettings
+from fleet.metrics_server import MetricsSettings
 from fleet.settings import ControlSettings
 from fleet.wire.session import WireSettings
 from kv_transfer.settings import TransferSettings
@@ -32,6 +33,7 @@ class DecodeWorkerSettings:
     """Longest a pull of KV may take, seconds; after it the prompt is computed here. Shorter than a lease."""
     control: ControlSettings = field(default_factory=ControlSettings)
     chassis: ChassisSettings = field(default_factory=ChassisSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
     wire: WireSettings = field(default_factory=WireSettings)
     engine: EngineSettings = field(default_factory=lambda: EngineSettings(max_step_tokens=128))
     """Smaller steps than a prefill worker's: every running stream waits for a prompt chunk beside it."""

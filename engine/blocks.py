@@ -53,6 +53,11 @@ class BlockPool:
     def quarantined(self) -> int:
         return len(self._quarantined)
 
+    def states(self) -> dict[str, int]:
+        """Blocks by state; together all of them."""
+        parts = {"free": len(self._free), "cached": len(self._evictable), "quarantined": self.quarantined}
+        return parts | {"in_use": self.blocks - sum(parts.values())}
+
     def lookup(self, names: Sequence[BlockHash], limit: int, known: int = 0) -> int:
         """How many of the first `limit` names are cached, given that the first `known` are.
 

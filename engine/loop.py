@@ -21,6 +21,7 @@ from engine.words import (
 )
 from fleet.errors import BadConstraint, FleetError, Internal, Unavailable
 from fleet.kv_layout import Fingerprint, KvLayout
+from fleet.metrics import BETWEEN_S, SEQUENCES, TOKENS, Buckets, Family, Labels, gauge, histogram
 from fleet.request import Constraint
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class Engine:
         self._grants: dict[str, asyncio.Future[Reservation]] = {}
         self._speeds = Speeds()
         self._progress_at = 0.0
+        self._step_s: dict[Labels, Buckets] = {(kind,): Buckets(BETWEEN_S) for kind in ("prompt", "decode")}
+        self._step_sequences = Buckets(SEQUENCES)
+        self._step_tokens = Buckets(TOKENS)
 
     @property
     def layout(self) -> KvLayout:
@@ -212,6 +216,19 @@ class Engine:
             counters=scheduler.totals(),
         )
 
+    def families(self) -> list[Family]:
+        """Beside `load` for Prometheus: blocks by state, and what steps were like."""
+        blocks = self._scheduler.pool.states()
+        states: dict[Labels, float] = {(state,): count for state, count in blocks.items()}
+        return [
+            gauge("pdfleet_worker_blocks", "KV blocks by state; together all.", ("state",), states),
+            histogram("pdfleet_worker_step_seconds", "Engine steps with and without prompt tokens.",
+                      ("kind",), self._step_s),
+            histogram("pdfleet_worker_step_sequences", "Sequences in a step.", (),
+                      {(): self._step_sequences}),
+            histogram("pdfleet_worker_step_tokens", "Tokens in a step.", (), {(): self._step_tokens}),
+        ]  # fmt: skip
+
     def retune(self, settings: EngineSettings) -> None:
         """From the next step on: `max_batch`, `max_step_tokens`, `short_prompt_share` and `max_waiting`."""
         self._scheduler.retune(settings)
@@ -272,7 +289,12 @@ class Engine:
             log.exception("the runner failed; the %d sequences of its batch end", len(batch.chunks))
             error = Internal(f"the runner failed: {type(failure).__name__}")
         else:
-            self._speeds.add(batch, self._now() - start)
+            seconds = self._now() - start
+            self._speeds.add(batch, seconds)
+            tokens = sum(len(chunk.tokens) for chunk in batch.chunks)
+            self._step_s[("prompt" if tokens > len(batch.chunks) else "decode",)].observe(seconds)
+            self._step_sequences.observe(len(batch.chunks))
+            self._step_tokens.observe(tokens)
             return report
         return self._scheduler.fail(error)
 

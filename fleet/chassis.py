@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -38,11 +38,13 @@ from fleet.handoff import (
 from fleet.ids import LeaseId, RequestId
 from fleet.kv_log import KvLog
 from fleet.member import MemberState, Role, WorkerCard, step, worker_key
+from fleet.metrics import Family, Labels
 from fleet.registry import Lease, Registry
 from fleet.request import FinishReason, TokenLogprobs, Usage
 from fleet.stages import Stage
 from fleet.wire import WorkerEnd
 from fleet.wire.codec import encode_kv_events, encode_load_report
+from fleet.worker_page import families
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class Stream:
         finish: FinishReason | None,
     ) -> None:
         """The last word on a prefill stream."""
-        if not self._end():
+        if not self._end("prefilled" if finish is None else str(finish)):
             return
         self._outlet.prefilled.append(Prefilled(self.number, token, logprobs, ticket, cached_tokens, finish))
         self._outlet.wake()
@@ -134,15 +136,16 @@ class Stream:
         self._last(Ended(self.number, FinishReason.FAILED, None, name, error.message, after_s))
 
     def _last(self, word: Ended) -> None:
-        if not self._end():
+        if not self._end(word.error or str(word.finish)):
             return
         self._outlet.ended.append(word)
         self._outlet.wake()
 
-    def _end(self) -> bool:
+    def _end(self, how: str) -> bool:
         if self.ended:
             return False
         self.ended = True
+        self._outlet.chassis.jobs_ended[(how,)] += 1
         self._outlet.forget(self)
         return True
 
@@ -247,6 +250,11 @@ class Chassis:
         self._outlets: dict[int, _Outlet] = {}
         self._streams: dict[str, Stream] = {}
         self._count = 0
+        self.jobs: Counter[Labels] = Counter()
+        """Jobs since start, by kind."""
+        self.jobs_ended: Counter[Labels] = Counter()
+        """Of those, the ones that had their last word, by how: prefilled, stop, length, cancelled, or the
+        name of an error."""
         self._changes: list[KvEvent] = []
         """Not numbered yet: no digest has them."""
         self._events: deque[bytes] = deque(maxlen=settings.event_backlog)
@@ -442,6 +450,7 @@ class Chassis:
     def _accept(self, outlet: _Outlet, job: PrefillJob | DecodeJob) -> None:
         assert self._role is not None
         self._count += 1
+        self.jobs[("prefill" if isinstance(job, PrefillJob) else "decode",)] += 1
         stream = Stream(outlet, job.stream, f"{job.request.id}/{self._count}", job)
         if job.stream in outlet.streams:
             stream.failed(BadRequest(f"stream {job.stream} is in use on this session; take a new number"))
@@ -496,6 +505,12 @@ class Chassis:
         if report.state == MemberState.READY and report.stalled_s >= self.settings.stalled_limit_s:
             return replace(report, state=MemberState.STALLED)
         return report
+
+    def families(self) -> list[Family]:
+        """For Prometheus; nothing before it runs."""
+        if self._card is None or self._kv is None:
+            return []
+        return list(families(self._card, self.status(), self.jobs, self.jobs_ended))
 
     async def drain(self, limit_s: float) -> MemberState:
         return self.begin_drain(limit_s)

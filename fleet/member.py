@@ -69,6 +69,8 @@ class WorkerCard:
     version: str
     pid: int
     host: str
+    metrics: str = ""
+    """Where Prometheus reads its figures, `HOST:PORT`; empty: nowhere."""
     turning: Role | None = None
     """The role it will have after its drain; None where a drain ends in leaving."""
 

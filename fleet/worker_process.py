@@ -20,9 +20,12 @@ from fleet.ids import WorkerId, new_incarnation, new_worker_id
 from fleet.kv_layout import Fingerprint
 from fleet.life import Life, run_process
 from fleet.member import MemberState, Role, WorkerCard
+from fleet.metrics import Family
+from fleet.metrics_server import MetricsServer, MetricsSettings
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.roles import Roles, WorkerRole, other_roles
 from fleet.settings import ControlSettings, SettingsError, load_or_exit
+from fleet.telemetry import page
 from fleet.wire.network import serve
 from fleet.wire.session import WireSettings
 
@@ -51,6 +54,8 @@ class WorkerSettings(Protocol):
     @property
     def wire(self) -> WireSettings: ...
     @property
+    def metrics(self) -> MetricsSettings: ...
+    @property
     def engine(self) -> Any: ...
     @property
     def transfer(self) -> Any: ...
@@ -70,6 +75,10 @@ class LoadedEngine(Protocol):
 
     def retune(self, settings: Any) -> None:
         """Sizes the steps by a role's `settings.engine`."""
+        ...
+
+    def families(self) -> list[Family]:
+        """Its figures for Prometheus."""
         ...
 
     async def close(self) -> None: ...
@@ -148,6 +157,13 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             tls=control.tls(),
         )
         stack.push_async_callback(server.close, 2.0)
+
+        async def figures() -> bytes:
+            told = [*chassis.families(), *engine.families(), *transfer.families()]
+            return await page(told, settings.metrics.vllm_names)
+
+        metrics = await MetricsServer.start(figures, settings.metrics)
+        stack.push_async_callback(metrics.close)
         card = WorkerCard(
             id=worker,
             incarnation=incarnation,
@@ -163,10 +179,11 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             version=__version__,
             pid=os.getpid(),
             host=socket.gethostname(),
+            metrics=_address(settings.metrics.bind, control.advertised, metrics.port),
         )
         log.info(
-            "%s serves %s: control at %s, sessions at %s, KV at %s",
-            *(worker, card.model, card.address, card.sessions, card.transfer),
+            "%s serves %s: control at %s, sessions at %s, KV at %s, metrics at %s",
+            *(worker, card.model, card.address, card.sessions, card.transfer, card.metrics),
         )
         life.settled()
         async with asyncio.TaskGroup() as tasks:
@@ -177,6 +194,11 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             log.info("%s has left: drained", worker)
             for task in (steps, signals, stalls):
                 task.cancel()
+
+
+def _address(bind: str, advertised: str, port: int) -> str:
+    host = advertised if bind in ("0.0.0.0", "::") else bind
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _forever(run: Callable[[], Awaitable[None]], name: str) -> None:

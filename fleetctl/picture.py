@@ -113,7 +113,6 @@ async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
         host=card.host,
         address=card.address,
         metrics=card.metrics or None,
-        sessions=card.sessions,
         model=card.model,
         blocks_total=card.blocks,
     )

@@ -14,6 +14,7 @@ from typing import Any
 from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
 from fleet.handoff import KvTicket
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
+from fleet.metrics import SHORT_S, Buckets, Family, histogram
 from fleet.tls import Tls
 from kv_transfer.control import OPEN_READS
 from kv_transfer.lease import Ended, LeaseTable
@@ -89,6 +90,7 @@ class Transfer:
         self._calm = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._counters: Counter[str] = Counter()
+        self._pull_s = Buckets(SHORT_S)
         self._closed = False
 
     @classmethod
@@ -166,6 +168,11 @@ class Transfer:
     def pinned(self) -> int:
         """Own blocks under at least one lease."""
         return self._table.pinned
+
+    def families(self) -> list[Family]:
+        """Beside `counters` for Prometheus."""
+        name, help = "pdfleet_worker_pull_seconds", "Pulls of KV that came whole and proven."
+        return [histogram(name, help, (), {(): self._pull_s})]
 
     def counters(self) -> dict[str, int]:
         """Totals since start, all keys always there."""
@@ -383,6 +390,7 @@ class Transfer:
         self._counters["pulls"] += 1
         self._counters["pulled_blocks"] += pulled.blocks
         self._counters["pulled_bytes"] += pulled.bytes
+        self._pull_s.observe(pulled.seconds)
         return pulled
 
     async def _pull(

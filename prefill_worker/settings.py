@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.settings import EngineSettings
 from fleet.chassis import ChassisSettings
+from fleet.metrics_server import MetricsSettings
 from fleet.settings import ControlSettings
 from fleet.wire.session import WireSettings
 from kv_transfer.settings import TransferSettings
@@ -30,6 +31,7 @@ class PrefillWorkerSettings:
     or `--config FILE`. Only limits and sizes of steps are taken from them: engine and addresses stay."""
     control: ControlSettings = field(default_factory=ControlSettings)
     chassis: ChassisSettings = field(default_factory=ChassisSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
     wire: WireSettings = field(default_factory=WireSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)

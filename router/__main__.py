@@ -21,6 +21,7 @@ from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, SettingsError, load_or_exit
 from fleet.wire.network import NetworkWire
 from fleet.wire.session import WireSettings
+from router.exposition import families, targets
 from router.openai.asgi import Ingress
 from router.openai.keys_file import KeysFile
 from router.openai.server import HttpServer
@@ -109,6 +110,9 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             objectives=settings.objectives,
             default_class=settings.admission.default_class,
         )
+        clock = asyncio.get_running_loop().time
+        ingress.metrics.beside.append(lambda: families(router.flow, router.counters, clock()))
+        ingress.targets = lambda: targets(router.flow, control.fleet)
         beside = [tasks.create_task(router.run())]
         if keys_file is not None:
             looking = keys_file.follow(ingress.change_keys, settings.http.keys_reload_s)

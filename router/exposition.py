@@ -28,6 +28,18 @@ WATCHED = (
 EVENTS = ("early_handoffs", "refusals", "failovers", "queued", "shed")
 
 
+def targets(flow: Flow, fleet: str) -> list[dict[str, object]]:
+    """Where the workers' own figures are, as Prometheus' http_sd wants it."""
+    return [
+        {
+            "targets": [card.metrics],
+            "labels": {"fleet": fleet, "worker": card.id, "role": card.role.value, "model": card.model},
+        }
+        for card in (worker.card for worker in flow.roster.workers())
+        if card.metrics
+    ]
+
+
 def families(flow: Flow, watched: Mapping[str, int], now: float) -> list[Family]:
     """`watched`: counters of what the router follows its workers by."""
     return [*flow.meters.families(), *_objectives(flow, now), *_choices(flow), *_picture(flow, watched)]

@@ -66,6 +66,11 @@ def admin_app(ingress: Ingress, version: str) -> FastAPI:
         """For Prometheus."""
         return Response(await ingress.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.get("/fleet/targets")
+    async def targets() -> list[dict[str, object]]:
+        """Where workers tell their figures, for http_sd of Prometheus."""
+        return ingress.targets()
+
     @app.exception_handler(FleetError)
     async def fleet_error(request: Request, error: FleetError) -> Response:
         headers = {name.decode(): value.decode() for name, value in error_headers(error)}

@@ -61,6 +61,7 @@ _EVENTS: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 _OPEN = frozenset(("/health", "/ready"))
+_FIGURES = frozenset(("/metrics", "/fleet/targets"))
 _PING = b": ping\n\n"
 _LINGER_S = 2.0
 """How long a client that is refused in the middle of its body is listened to, so that it can read why."""
@@ -91,7 +92,9 @@ class Ingress:
         self.spine = spine
         self.models = dict(models)
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.vllm_names)
+        self.targets: Callable[[], list[dict[str, object]]] = list
+        """Where the workers of the fleet tell their figures; none are known here."""
         self.draining = False
         """Set when the process is about to leave: not ready any more."""
         self.exchanges: set[_Exchange] = set()
@@ -115,7 +118,7 @@ class Ingress:
     @property
     def open_paths(self) -> frozenset[str]:
         """Those that need no key. Exactly these: all else, however it is spelt, needs one."""
-        return _OPEN | {"/metrics"} if self.settings.open_metrics else _OPEN
+        return _OPEN | _FIGURES if self.settings.open_metrics else _OPEN
 
     def change_keys(self, keys: Sequence[ApiKey]) -> None:
         """These and no others from now on; requests that run already stay."""

@@ -16,7 +16,7 @@ class Metrics:
     """Written on the event loop only. HTTP requests are counted here; the answers that they ask for are
     counted where they are made (`router.meters`), and told with `beside`."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_names: bool = False) -> None:
         self.received: Counter[str] = Counter()
         """By route."""
         self.requests: Counter[Labels] = Counter()
@@ -25,7 +25,7 @@ class Metrics:
         self.whole: dict[Labels, Buckets] = {}
         self.beside: list[Callable[[], Iterable[Family]]] = []
         """Who else tells something on this page; asked on the event loop, for copies."""
-        self.vllm_names = False
+        self._vllm_names = vllm_names
 
     def began(self, route: str) -> None:
         self.received[route] += 1
@@ -42,7 +42,7 @@ class Metrics:
     async def page(self) -> bytes:
         """In the text format. Figures are copied here, and written in a thread."""
         return await page(
-            [*self.families(), *(one for tell in self.beside for one in tell())], self.vllm_names
+            [*self.families(), *(one for tell in self.beside for one in tell())], self._vllm_names
         )
 
     def families(self) -> list[Family]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-_MAY_BE_ZERO = ("port", "open_metrics", "client_templates", "ping_s", "drain_limit_s")
+_MAY_BE_ZERO = ("port", "open_metrics", "vllm_names", "client_templates", "ping_s", "drain_limit_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ class HttpSettings:
     """Keys the salts by which tenants' caches are kept apart: the same on every router of a fleet. Flags
     are seen by everybody on the machine: prefer the environment."""
     open_metrics: bool = False
-    """Whether /metrics needs no key either."""
+    """Whether /metrics and /fleet/targets need no key either."""
+    vllm_names: bool = False
+    """Whether figures that vLLM has too are also told under its names: see docs/metrics.md."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may ask from a browser, such as https://chat.example; * is all. None by default."""
     max_requests: int = 4096

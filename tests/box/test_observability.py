@@ -129,6 +129,15 @@ def test_every_request_is_counted_once_wherever_it_was_left() -> None:
                         assert number.sum <= elapsed * number.total, f"{family.name}{key}: {number.sum} s"
                         longest = max((at for at, count in enumerate(number.counts) if count), default=0)
                         assert longest == 0 or number.bounds[longest - 1] < elapsed, family.name
+            for worker in box.workers.values():
+                shown = worker.process.call(worker.chassis.families) + worker.engine.families()
+                said = {family.name: family for family in shown}
+                assert total(said["pdfleet_worker_jobs_received"]) == total(said["pdfleet_worker_jobs_ended"])
+                assert total(said["pdfleet_worker_jobs_running"]) == 0
+                assert total(said["pdfleet_worker_blocks"]) == 512
+                steps = total(said["pdfleet_worker_steps"])
+                assert total(said["pdfleet_worker_step_seconds"]) == steps
+                assert total(said["pdfleet_worker_step_sequences"]) == steps
             first = seen["pdfleet_time_to_first_token_seconds"]
             assert total(first) == sum(count > 0 for count in TOKENS.values())
             assert total(seen["pdfleet_inter_token_seconds"]) == sum(n - 1 for n in TOKENS.values() if n)
