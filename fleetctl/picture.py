@@ -113,6 +113,7 @@ async def _worker(card: WorkerCard, wire: Wire) -> WorkerRow:
         host=card.host,
         address=card.address,
         metrics=card.metrics or None,
+        sessions=card.sessions,
         model=card.model,
         blocks_total=card.blocks,
     )

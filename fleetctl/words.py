@@ -211,6 +211,9 @@ class WorkerRow:
     pid: int | None = None
     host: str | None = None
     address: str | None = None
+    """Of its control server."""
+    sessions: str | None = None
+    """Where it takes sessions of routers."""
     metrics: str | None = None
     """Where Prometheus reads its figures."""
     model: str | None = None
