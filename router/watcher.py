@@ -187,9 +187,9 @@ class Router:
             self._not_before.pop(card.id, None)
             self._ask(card)
 
-    async def _follow_routers(self) -> None:
     # -- other routers
 
+    async def _follow_routers(self) -> None:
         async for view in self._registry.watch(routers_prefix(self.fleet)):
             if view.live:
                 lives = [_life_in(value) for value in view.values.values()]
@@ -198,7 +198,6 @@ class Router:
                 self._to_tell.set()
         raise Internal("the watch of the registry ended")
 
-    # -- bus
     async def _follow_moves(self, subscription: Subscription) -> None:
         async for message in subscription:
             try:
@@ -233,6 +232,7 @@ class Router:
             await self._bus.publish(moves_subject(self.fleet, self.life), encode_router_moves(moves))
             await asyncio.sleep(self.settings.peers.batch_s)
 
+    # -- bus
 
     async def _follow_events(self, subscription: Subscription) -> None:
         async for message in subscription:
@@ -344,10 +344,10 @@ class Router:
                 log.warning("load of %s is unknown", worker)
                 # Its events come the same way: what they told is not to be trusted either.
                 self.index.doubt(worker, "no load reports")
-            for standing in self.roster.workers():
             for router in self.peers.expire(loop.time()):
                 self.counters["peers_silent"] += 1
                 log.warning("router %s is silent: what it sends is not seen here", router)
+            for standing in self.roster.workers():
                 self._ask(standing.card)
             self.index.tidy(loop.time())
             if self.index.forgotten > self.counters["forgotten"]:
