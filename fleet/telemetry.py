@@ -96,14 +96,14 @@ def set_up_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-async def page(families: Sequence[Family], vllm_names: bool = False) -> bytes:
+async def page(families: Sequence[Family], vllm_names: bool = False, model: str = "") -> bytes:
     """The page in Prometheus' text format, with what it knows of any process; `vllm_names`: with the names
-    that vLLM has for the same, too. Made in a thread: hundreds of series take tens of ms."""
-    return await asyncio.to_thread(_write, families, vllm_names)
+    that vLLM has for the same, too, of this model. Made in a thread: hundreds of series take tens of ms."""
+    return await asyncio.to_thread(_write, families, vllm_names, model)
 
 
-def _write(families: Sequence[Family], vllm_names: bool) -> bytes:
-    shown = [*families, *aliases(families)] if vllm_names else families
+def _write(families: Sequence[Family], vllm_names: bool, model: str) -> bytes:
+    shown = [*families, *aliases(families, model)] if vllm_names else families
     written: bytes = generate_latest(_Page(shown))
     return written
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fleet.metrics import Buckets, Family, Labels
+from fleet.metrics import Buckets, Family, Labels, add
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,13 @@ ALIASES = (
 )
 
 
-def aliases(families: Sequence[Family]) -> list[Family]:
-    """Those of the families that have one, once more under vLLM's name."""
+def aliases(families: Sequence[Family], model: str = "") -> list[Family]:
+    """Those of the families that have one, once more under vLLM's name; with `model` as their model where
+    they do not say which."""
     by_name = {family.name: family for family in families}
-    return [_as(alias, by_name[alias.of]) for alias in ALIASES if alias.of in by_name]
+    found = [_as(alias, by_name[alias.of]) for alias in ALIASES if alias.of in by_name]
+    named = RENAMED["model"]
+    return [one if named in one.labels or not model else add([one], {named: model})[0] for one in found]
 
 
 def _as(alias: Alias, family: Family) -> Family:

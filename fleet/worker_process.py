@@ -158,9 +158,11 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
         )
         stack.push_async_callback(server.close, 2.0)
 
+        served = settings.served_model_name or name
+
         async def figures() -> bytes:
             told = [*chassis.families(), *engine.families(), *transfer.families()]
-            return await page(told, settings.metrics.vllm_names)
+            return await page(told, settings.metrics.vllm_names, served)
 
         metrics = await MetricsServer.start(figures, settings.metrics)
         stack.push_async_callback(metrics.close)
@@ -172,7 +174,7 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             address=server.address,
             sessions=server.sessions,
             transfer=transfer.address,
-            model=settings.served_model_name or name,
+            model=served,
             fingerprint=engine.fingerprint,
             blocks=engine.blocks,
             max_tokens=engine.max_tokens,

@@ -73,7 +73,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def written(*families: Family, vllm_names: bool = False) -> Samples:
-    text = asyncio.run(page(families, vllm_names)).decode()
+    text = asyncio.run(page(families, vllm_names, "m")).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -116,8 +116,8 @@ def test_a_page_shows_the_moment_it_was_asked_for() -> None:
 
 
 def test_vllms_names_are_told_when_asked_for() -> None:
-    ends = {("m", "standard", "stop"): 2.0, ("m", "standard", "failed"): 1.0, ("m", "standard", "timed_out"): 4.0,
-            ("m", "standard", "rejected"): 9.0}  # fmt: skip
+    counts = {"stop": 2.0, "failed": 1.0, "timed_out": 4.0, "rejected": 9.0}
+    ends = {("m", "standard", end): count for end, count in counts.items()}
     families = [
         counter("pdfleet_requests_ended", "E.", ("model", "slo_class", "end"), ends),
         gauge("pdfleet_worker_sequences", "S.", ("state",), {("running",): 3.0, ("waiting",): 1.0}),
@@ -132,6 +132,6 @@ def test_vllms_names_are_told_when_asked_for() -> None:
     assert found == {
         success("stop"): 2,
         success("error"): 5,
-        ("vllm:num_requests_running", ()): 3,
-        ("vllm:num_requests_waiting", ()): 1,
+        ("vllm:num_requests_running", (("model_name", "m"),)): 3,
+        ("vllm:num_requests_waiting", (("model_name", "m"),)): 1,
     }
