@@ -95,7 +95,7 @@ class Amount:
         if self.kind not in _AMOUNTS:
             raise ValueError(f"{self.kind!r} is no distribution; known are {', '.join(_AMOUNTS)}")
         if not (0 <= self.first < math.inf and 0 <= self.second < math.inf):
-            raise ValueError(f"{self} is not possible: numbers of at least 0 are needed")
+            raise ValueError(f"{self.kind} of {self.first:g} and {self.second:g} is not possible: at least 0")
         if self.kind == "uniform" and self.second < self.first:
             raise ValueError(f"uniform:{self.first:g},{self.second:g} ends before it begins")
         if not self.least <= self.most:
@@ -121,6 +121,12 @@ class Amount:
                 "or exponential:MEAN, and bounds, if any, behind it as @LEAST..MOST"
             )
         return cls(kind, values[0], values[1] if len(values) > 1 else 0.0, least, most)
+
+    def __str__(self) -> str:
+        """What `parse` understands."""
+        numbers = ",".join(f"{one:g}" for one in (self.first, self.second)[: _AMOUNTS[self.kind]])
+        text = numbers if self.kind == "constant" else f"{self.kind}:{numbers}"
+        return text if (self.least, self.most) == (0, math.inf) else f"{text}@{self.least:g}..{self.most:g}"
 
     def draw(self, noise: np.random.Generator) -> float:
         match self.kind:

@@ -1,0 +1,1 @@
+"""The load generator: open loop against any OpenAI server, judged by the rules of `fleet/goodput.py`."""
