@@ -191,7 +191,8 @@ class Arrivals:
     def times(self, noise: np.random.Generator) -> Iterator[float]:
         """Without end, unless the last rate is 0. Gaps of mean one are drawn, and time runs through them as
         fast as the rate says (time change of a renewal process)."""
-        shape = 1 / self.cv**2 if self.cv else 0.0
+        # So even that no clock could tell is even.
+        shape = 1 / self.cv**2 if self.cv > 1e-3 else 0.0
         due = 0.0
         # An even beat begins half a beat in, so that a stretch holds rate x time of them.
         gap = noise.gamma(shape, 1 / shape) if shape else 0.5
@@ -294,11 +295,9 @@ def _popularity(kind: Kind) -> np.ndarray[Any, np.dtype[np.float64]]:
 def trace(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
     """A trace in any known format, which its first line shows. Raises `ValueError` that names the line."""
     rows = iter(lines)
-    first = next(rows, "")
+    first = next(rows, "").removeprefix("\ufeff")
     rows = chain([first], rows)
-    if first.startswith("\ufeff"):
-        rows = chain([first[1:]], rows)
-    if first.lstrip("\ufeff").upper().startswith("TIMESTAMP,"):
+    if first.upper().startswith("TIMESTAMP,"):
         return azure(rows, seed)
     if '"hash_ids"' in first:
         return mooncake(rows, seed)
@@ -321,7 +320,8 @@ def mooncake(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
     Arrivals were recorded in bins of 3 s: those of one stamp are spread at random until the next stamp.
     """
     noise = _noise(seed, "bins")
-    bins = groupby(_objects(lines), key=lambda row: float(row["timestamp"]) / 1000)
+    rows_of = _objects(lines, "timestamp", "input_length", "output_length", "hash_ids")
+    bins = groupby(rows_of, key=lambda row: float(row["timestamp"]) / 1000)
     rows: list[Mapping[str, Any]] = []
     start, number = 0.0, 0
     for at_s, group in chain(bins, [(math.inf, iter(()))]):
@@ -344,7 +344,7 @@ def prefill_decode_log(lines: Iterable[str], seed: int = 0) -> Iterator[Conversa
 
     The class is `priority-N`. An answer of no tokens is one of one token: the prompt was computed.
     """
-    for number, row in enumerate(_objects(lines)):
+    for number, row in enumerate(_objects(lines, "ts", "il", "ol", "bh")):
         total = max(1, int(row["il"]))
         whole = row["bh"][: total // LOG_BLOCK]
         pieces = _blocks(whole, LOG_BLOCK, len(whole) * LOG_BLOCK, seed)
@@ -371,13 +371,16 @@ def azure(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
         yield Conversation((at - start).total_seconds(), (turn,))
 
 
-def _objects(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+def _objects(lines: Iterable[str], *needed: str) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 row = json.loads(line)
                 if not isinstance(row, dict):
                     raise ValueError("no JSON object")
+                missing = [name for name in needed if name not in row]
+                if missing:
+                    raise ValueError(f"without {', '.join(missing)}")
             except ValueError as error:
                 raise ValueError(f"line {number} of the trace: {error}") from None
             yield row
