@@ -43,6 +43,8 @@ class ApiKey(
     tokens_per_minute: int = 0
     """Of prompts and answers together."""
     concurrent_requests: int = 0
+    admin: bool = False
+    """Whether it shows the requests of all tenants; without it a key shows those of its own."""
 
     def __post_init__(self) -> None:
         if not _SHA256.fullmatch(self.sha256):

@@ -109,6 +109,8 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             keys=keys,
             objectives=settings.objectives,
             default_class=settings.admission.default_class,
+            records=router.flow.records,
+            name=id,
         )
         clock = asyncio.get_running_loop().time
         ingress.metrics.beside.append(lambda: families(router.flow, router.counters, clock()))

@@ -147,7 +147,7 @@ class Records:
     """The last records, by request; bounded: the oldest ended ones go first."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._running: dict[RequestId, HandoffRecord] = {}
         self._ended: OrderedDict[RequestId, HandoffRecord] = OrderedDict()
         self.followers: list[Follower] = []
@@ -160,7 +160,7 @@ class Records:
         if self._running.pop(record.request, None) is None:
             return
         self._ended[record.request] = record
-        while len(self._ended) > self._limit:
+        while len(self._ended) > self.limit:
             self._ended.popitem(last=False)
         self._moved(record, None)
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from fleet.errors import FleetError, NotFound, Unavailable
+from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
 from router.openai.errors import MethodNotAllowed, ModelNotFound, error_body, error_headers
+from router.openai.explain import add_routes
 from router.openai.messages import ChatBody, CompletionBody
 from router.openai.responses import ResponsesBody
 from router.openai.tokens import DetokenizeBody, EmbeddingsBody, TokenizeBody
@@ -76,6 +78,12 @@ def admin_app(ingress: Ingress, version: str) -> FastAPI:
         headers = {name.decode(): value.decode() for name, value in error_headers(error)}
         return Response(error_body(error), error.http_status, headers, "application/json")
 
+    @app.exception_handler(RequestValidationError)
+    async def bad_parameter(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return await fleet_error(request, BadRequest(f"{name}: {first['msg']}", param=name))
+
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
@@ -83,6 +91,7 @@ def admin_app(ingress: Ingress, version: str) -> FastAPI:
             return await fleet_error(request, MethodNotAllowed(request.method, request.url.path, allowed))
         return await fleet_error(request, NotFound(f"there is no route {request.url.path[:200]}"))
 
+    add_routes(app, ingress)
     _describe(app, ingress)
     return app
 

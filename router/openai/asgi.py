@@ -21,7 +21,7 @@ from fleet.stages import Stage, Timeline
 from fleet.telemetry import REQUEST
 from router.openai import chat, completions, responses, tokens
 from router.openai.app import admin_app
-from router.openai.callers import ANYBODY, Caller, Callers
+from router.openai.callers import ANYBODY, CALLER, Caller, Callers
 from router.openai.errors import (
     Headers,
     HeadersTooLarge,
@@ -34,6 +34,7 @@ from router.openai.errors import (
     error_event,
     error_headers,
 )
+from router.openai.explain import Explained
 from router.openai.job import Endpoint, include_usage
 from router.openai.messages import ChatBody, CompletionBody, decode
 from router.openai.metrics import OTHER, Metrics
@@ -41,6 +42,7 @@ from router.openai.protocol import ABORT
 from router.openai.responses import ResponsesBody
 from router.openai.settings import HttpSettings
 from router.openai.stream import Choice, Job, follow_all
+from router.record import Records
 from router.run import Spine
 from router.text.answer import LoggedToken
 from router.text.tokenizer import ModelText
@@ -85,10 +87,13 @@ class Ingress:
         keys: Sequence[ApiKey] = (),
         objectives: Mapping[str, Objectives] = CLASSES,
         default_class: str = STANDARD,
+        records: Records | None = None,
+        name: str = "",
     ) -> None:
         """`models` by served name. `context(model)` is the longest sequence that workers hold now, in
         tokens; None: unknown, the model's own context counts. Without `keys` anybody may ask.
-        `objectives`: classes of requests by name."""
+        `objectives`: classes of requests by name. `records`: of the spine's runs, to be shown. `name`: of
+        this router."""
         self.spine = spine
         self.models = dict(models)
         self.settings = settings
@@ -108,6 +113,7 @@ class Ingress:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
+        self.explained = Explained(records, name)
         self._app = admin_app(self, version)
         self._ticking: asyncio.TimerHandle | None = None
 
@@ -157,6 +163,7 @@ class Ingress:
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.id)]
             await send(message)
 
+        scope[CALLER] = caller
         return await self._app(scope, receive, send_named)
 
     def _who(self, scope: Scope) -> tuple[Caller, FleetError | None]:
@@ -427,6 +434,8 @@ class _Exchange:
 
     def _start(self, job: Job, accepted: float, now: float) -> None:
         self._job = job
+        if requests := tuple(choice.request.id for choice in job.choices if choice.run is None):
+            self._ingress.explained.began(self.id.decode(), requests)
         for choice in job.choices:
             if choice.run is None:
                 choice.timeline = Timeline(accepted)

@@ -18,6 +18,8 @@ from fleet.errors import BadRequest, Overloaded, Unauthorized
 from fleet.objectives import CLASSES, STANDARD, Objectives
 from router.run import Terms
 
+CALLER = "pdfleet.caller"
+"""Key in the scope of a request: the `Caller`."""
 CLASS, TTFT, DEADLINE = b"x-slo-class", b"x-slo-ttft-ms", b"x-deadline-ms"
 _HEADERS = frozenset((CLASS, TTFT, DEADLINE))
 
@@ -106,6 +108,12 @@ class Caller:
     terms: Terms = _STANDARD
     deadline_s: float = math.inf
     """What it asked for; the ingress's own limit holds besides."""
+    admin: bool = False
+    """Whether it may see what others ask, and what became of that."""
+
+    def sees(self, tenant: str) -> bool:
+        """Whether requests of that tenant are its business."""
+        return self.admin or (self.quota is not None and tenant == self.terms.tenant)
 
 
 ANYBODY = Caller()
@@ -124,7 +132,8 @@ class Callers:
         self._salt_secret = salt_secret
         self._objectives = objectives
         self._default_class = default_class
-        self.anyone = Caller(terms=Terms(default_class, objectives[default_class]))
+        # Where there are no keys there are no secrets either.
+        self.anyone = Caller(terms=Terms(default_class, objectives[default_class]), admin=True)
         self._callers: Mapping[ApiKey, Caller] = {}
         self.anybody = not keys
         self.change(keys)
@@ -139,7 +148,7 @@ class Callers:
             quota.now_of(key)
             name = key.slo_class or self._default_class
             terms = Terms(name, self._objectives[name], key.tenant, key.weight)
-            callers[key] = Caller(salt(key.tenant, self._salt_secret), quota, terms)
+            callers[key] = Caller(salt(key.tenant, self._salt_secret), quota, terms, admin=key.admin)
         self._callers = callers
 
     def caller(self, authorization: bytes | None) -> Caller:

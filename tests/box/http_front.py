@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from whole_fleet import MODEL, Box
 
+from fleet.api_keys import ApiKey
 from router.openai.asgi import Ingress
 from router.openai.server import HttpServer
 from router.openai.settings import HttpSettings
@@ -14,7 +15,9 @@ from router.text.tokenizer import ModelText, TextSettings
 
 
 @asynccontextmanager
-async def listening(box: Box, tokenizer_json: str) -> AsyncIterator[tuple[Ingress, int]]:
+async def listening(
+    box: Box, tokenizer_json: str, keys: Sequence[ApiKey] = ()
+) -> AsyncIterator[tuple[Ingress, int]]:
     """The ingress and its port; stopped at the end, when all requests have ended by themselves."""
     text = ModelText(
         tokenizer_json,
@@ -24,7 +27,8 @@ async def listening(box: Box, tokenizer_json: str) -> AsyncIterator[tuple[Ingres
         settings=TextSettings(threads=1, inline_characters=512),
     )
     http = HttpSettings(port=0)
-    ingress = Ingress(box.router.flow, {MODEL: text}, http)
+    flow = box.router.flow
+    ingress = Ingress(flow, {MODEL: text}, http, keys=keys, records=flow.records, name=box.router.name)
     server = await HttpServer.start(ingress, http)
     try:
         yield ingress, server.port
