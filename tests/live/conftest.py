@@ -39,7 +39,9 @@ def nats(tmp_path: Path) -> Iterator[Nats]:
 @pytest.fixture(scope="session")
 def demo_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What `fleetctl up` says of a fleet with the demo model: `url` and `model` among it. For tests that
-    leave it as they found it."""
+    leave it as they found it.
+
+    In float32: in bfloat16, which some processors have, a greedy answer may change with the batch it is in."""
     state = str(tmp_path_factory.mktemp("demo"))
 
     def fleetctl(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +50,7 @@ def demo_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
 
     up = fleetctl(
         *("up", "--detach", "--port", "0", "--prefill", "1", "--decode", "1", "--json"),
-        *("--set", f"engine.kv-memory-bytes={96 << 20}"),
+        *("--set", f"engine.kv-memory-bytes={96 << 20}", "--set", "engine.dtype=float32"),
     )
     try:
         assert up.returncode == 0, up.stdout + up.stderr + fleetctl("logs", "--lines", "40").stdout

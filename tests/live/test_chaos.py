@@ -53,16 +53,14 @@ def test_five_hundred_requests_through_kills_and_freezes_have_their_text(tmp_pat
     asyncio.run(main())
 
 
-# Two of six answers, both greedy, came out other than when asked for one at a time. Whether faults have a
-# part in it, or only products of other shapes that round otherwise, is not known yet.
-@pytest.mark.skipif(not os.environ.get("CHAOS_LONG"), reason="for CHAOS_LONG=1")
 @pytest.mark.model
 def test_a_real_model_says_the_same_through_kills_and_freezes(tmp_path: Path) -> None:
     async def main() -> None:
         chosen = seed()
         print(f"seed {chosen}")
-        memory = ("--engine.kv-memory-bytes", str(96 << 20))
-        flags = {"router": ROUTER, "prefill": (*WORKER, *memory), "decode": (*WORKER, *memory)}
+        # In bfloat16, which some processors have, a greedy answer may change with the batch it is in.
+        engine = ("--engine.kv-memory-bytes", str(96 << 20), "--engine.dtype", "float32")
+        flags = {"router": ROUTER, "prefill": (*WORKER, *engine), "decode": (*WORKER, *engine)}
         async with running(tmp_path, Plan("smollm2", 1, 2, 1, flags)) as (fleet, watcher):
             oracle = CalmOracle("smollm2-135m-instruct", tokens=24, kinds=6)
             await oracle.learn(fleet.address("router-0"))
