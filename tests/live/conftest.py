@@ -41,7 +41,7 @@ def demo_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
     """What `fleetctl up` says of a fleet with the demo model: `url` and `model` among it. For tests that
     leave it as they found it.
 
-    In float32: in bfloat16, which some processors have, a greedy answer may change with the batch it is in."""
+    In float32: in bfloat16, which some processors have, a greedy answer may change with its batch."""
     state = str(tmp_path_factory.mktemp("demo"))
 
     def fleetctl(*arguments: str) -> subprocess.CompletedProcess[str]:
