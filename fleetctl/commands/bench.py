@@ -53,7 +53,7 @@ _SERVER = (
         help="tokenizer.json of the model, or its folder: proves that prompts have the tokens they should.",
     ),
 )  # fmt: skip
-_WORKLOAD = (
+WORKLOAD = (
     click.option(
         "--trace", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
         help="Replays it: Mooncake's JSON lines, Azure's CSV, or a prefill/decode log; .gz or not.",
@@ -121,12 +121,13 @@ _RULES = (
 )  # fmt: skip
 
 
-def _options(*groups: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def options(*groups: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the options of these groups to a command, in their order."""
     every = [option for group in groups for option in group]
     return lambda command: functools.reduce(lambda inner, option: option(inner), reversed(every), command)
 
 
-_RATE = (
+RATE = (
     click.option(
         "--rate", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, metavar="N",
         help="Conversations a second that begin, whatever has been answered.",
@@ -170,7 +171,7 @@ _FIND = (
 
 @click.group(invoke_without_command=True)
 @fleet_options(etcd=False)
-@_options(_SERVER, _RATE, _WORKLOAD, _RULES)
+@options(_SERVER, RATE, WORKLOAD, _RULES)
 def bench(target: Target, html: Path | None, records: Path | None, **given: Any) -> None:
     """Ask a server for answers in open loop, and say how many met their objectives.
 
@@ -209,7 +210,7 @@ def bench(target: Target, html: Path | None, records: Path | None, **given: Any)
 
 @bench.command()
 @fleet_options(etcd=False)
-@_options(_SERVER, _FIND, _WORKLOAD, _RULES)
+@options(_SERVER, _FIND, WORKLOAD, _RULES)
 def find(target: Target, html: Path | None, **given: Any) -> None:
     """Find the highest rate at which enough requests attain their objectives.
 
@@ -297,7 +298,7 @@ def _check_writable(*paths: Path | None) -> None:
 def _prepare(target: Target, given: Mapping[str, Any]) -> tuple[Server, Probe, Plan]:
     """All that can be wrong is said here, before anything is measured."""
     try:
-        plan = _plan(given)
+        plan = plan_of(given)
     except ValueError as error:
         raise BadRequest(str(error)) from None
     server = _server(target, given)
@@ -345,8 +346,8 @@ def _pair(text: str, sign: str, flag: str, form: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _plan(given: Mapping[str, Any]) -> Plan:
-    """Raises `ValueError` and `BadRequest`."""
+def plan_of(given: Mapping[str, Any]) -> Plan:
+    """What the flags of `WORKLOAD` and `RATE`, and the rules, come to. Raises `ValueError` and `BadRequest`."""
     import secrets
 
     from fleet.objectives import CLASSES, STANDARD
