@@ -98,7 +98,7 @@ WORKLOAD = (
     ),
     click.option("--seed", type=click.IntRange(0), help="Of arrivals, lengths and texts.  [default: new]"),
 )  # fmt: skip
-_RULES = (
+JUDGED = (
     click.option(
         "--slo", "slos", multiple=True, metavar="TEXT",
         help="Objectives, ms: ttft=2000,tpot=150 (also itl, itl_percentile, e2e); of one class "
@@ -108,6 +108,9 @@ _RULES = (
         "--warm-up", "warm_up_s", type=click.FloatRange(0), default=0.0, metavar="SECONDS",
         help="What is due before this is asked and not judged.",
     ),
+)  # fmt: skip
+_RULES = (
+    *JUDGED,
     click.option("--natural-end", is_flag=True, help="Answers may end before their length."),
     click.option(
         "--lag-limit", "lag_limit_ms", type=click.FloatRange(0, min_open=True), default=25.0,
@@ -347,7 +350,7 @@ def _pair(text: str, sign: str, flag: str, form: str) -> tuple[str, str]:
 
 
 def plan_of(given: Mapping[str, Any]) -> Plan:
-    """What the flags of `WORKLOAD` and `RATE`, and the rules, come to. Raises `ValueError` and `BadRequest`."""
+    """What these flags come to. Raises `ValueError` and `BadRequest`."""
     import secrets
 
     from fleet.objectives import CLASSES, STANDARD
