@@ -107,6 +107,7 @@ class GrpcCaller(Caller):
 
     def __init__(self, settings: WireSettings, tls: Tls | None) -> None:
         credentials = None if tls is None else grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+        idle_s = settings.call_idle_s / 10  # well before the worker does it: no call meets its end
         options = [
             *_options(settings),
             ("grpc.max_receive_message_length", settings.message_bytes),
@@ -114,6 +115,7 @@ class GrpcCaller(Caller):
             ("grpc.min_reconnect_backoff_ms", int(settings.connect_s * 1000)),  # limits one connect
             ("grpc.enable_http_proxy", 0),  # workers are not behind a web proxy
             ("grpc.enable_retries", 0),
+            ("grpc.client_idle_timeout_ms", int(idle_s * 1000)),
         ]
 
         def channel(address: str) -> grpc.aio.Channel:
@@ -121,8 +123,7 @@ class GrpcCaller(Caller):
                 return grpc.aio.insecure_channel(address, options=options)
             return grpc.aio.secure_channel(address, credentials, options=options)
 
-        # Well before the worker closes it, so that no call meets its end.
-        self._channels = _Channels(channel, settings.silence_s / 2)
+        self._channels = _Channels(channel, idle_s)
 
     async def call(self, address: str, name: str, data: bytes, timeout_s: float) -> bytes:
         try:
@@ -151,7 +152,7 @@ class CallServer:
     """Where a worker answers calls."""
 
     def __init__(self, service: WorkerService, settings: WireSettings) -> None:
-        silence_ms = int(settings.silence_s * 1000)
+        idle_ms = int(settings.call_idle_s * 1000)
         self._server = grpc.aio.server(
             options=[
                 *_options(settings),
@@ -159,10 +160,10 @@ class CallServer:
                 ("grpc.max_concurrent_streams", 100),
                 ("grpc.so_reuseport", 0),  # two workers on one port is an error, not a lottery
                 ("grpc.server_handshake_timeout_ms", int(settings.connect_s * 1000)),
-                ("grpc.max_connection_idle_ms", silence_ms),
+                ("grpc.max_connection_idle_ms", idle_ms),
                 # Ends one whose call never does: it is not idle, and answers pings.
-                ("grpc.max_connection_age_ms", int(settings.call_connection_s * 1000)),
-                ("grpc.max_connection_age_grace_ms", silence_ms),
+                ("grpc.max_connection_age_ms", 2 * idle_ms),
+                ("grpc.max_connection_age_grace_ms", int(settings.silence_s * 1000)),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),  # callers' pings are welcome
                 ("grpc.http2.max_ping_strikes", 0),
             ]

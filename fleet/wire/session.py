@@ -42,12 +42,12 @@ class WireSettings:
     """Tokens (or messages to a worker) that may wait for one peer; with more it is too slow and let go."""
     message_bytes: int = 16 << 20
     """Largest message. A prompt takes 4 bytes a token, a snapshot 8 bytes a block."""
-    call_connection_s: float = 60.0
-    """Seconds a connection of calls may last. Far more than a call takes; a caller could make one last for
-    ever."""
+    call_idle_s: float = 30.0
+    """Seconds without a call after which a worker closes a connection; callers let go of it after a tenth of
+    them. After twice as many it is closed in any case: a call could be made to last for ever."""
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_s", "connect_s", "backlog", "message_bytes", "call_connection_s"):
+        for name in ("heartbeat_s", "connect_s", "backlog", "message_bytes", "call_idle_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"wire.{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.apart_s < self.heartbeat_s:

@@ -832,7 +832,7 @@ def test_rubbish_from_anybody_leaves_both_ports_alive() -> None:
 
     async def scenario() -> None:
         service = Recorder()
-        settings = WireSettings(message_bytes=1 << 20, connect_s=0.5, heartbeat_s=0.2)
+        settings = WireSettings(message_bytes=1 << 20, connect_s=0.5, call_idle_s=0.5)
         server = await serve(service, settings=settings)
         sessions = server.sessions
         for data in [b"\xff", b"\x80\x04\x95cos\nsystem\n", *(dice.randbytes(64) for _ in range(20))]:
@@ -873,7 +873,7 @@ def test_rubbish_from_anybody_leaves_both_ports_alive() -> None:
 @pytest.mark.parametrize("tls", [False, True])
 def test_who_connects_and_asks_nothing_is_let_go_at_both_ports(tls: bool) -> None:
     """A connection without a greeting, without a handshake, or without a call is closed from here."""
-    settings = WireSettings(heartbeat_s=0.2, connect_s=0.5)
+    settings = WireSettings(call_idle_s=0.5, connect_s=0.5)
     authority = trustme.CA()
     part = authority.issue_cert("127.0.0.1")
     chain = b"".join(blob.bytes() for blob in part.cert_chain_pems)
@@ -896,7 +896,7 @@ def test_a_call_that_never_comes_to_its_end_is_let_go() -> None:
     """Its caller is alive, answers pings and never sends the argument."""
 
     async def scenario() -> None:
-        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.2, call_connection_s=0.5))
+        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.2, call_idle_s=0.3))
         async with grpc.aio.insecure_channel(server.address) as channel:
             call: Any = channel.stream_unary(f"/{SERVICE}/Drain")()
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
@@ -906,9 +906,12 @@ def test_a_call_that_never_comes_to_its_end_is_let_go() -> None:
 
 
 @pytest.mark.live
-def test_calls_share_a_connection_which_is_closed_when_none_is_left_to_make() -> None:
+@pytest.mark.parametrize(("closer", "worker_s", "caller_s"), [("worker", 0.5, 1000), ("caller", 1000, 1)])
+def test_calls_share_a_connection_and_the_first_who_tires_of_it_closes_it(
+    closer: str, worker_s: float, caller_s: float
+) -> None:
     async def scenario() -> None:
-        server = await serve(Recorder(), settings=WireSettings(heartbeat_s=0.1))
+        server = await serve(Recorder(), settings=WireSettings(call_idle_s=worker_s))
         host, _, port = server.address.rpartition(":")
         seen, closed = [], asyncio.Event()
 
@@ -925,7 +928,7 @@ def test_calls_share_a_connection_which_is_closed_when_none_is_left_to_make() ->
 
         middle = await asyncio.start_server(between, "127.0.0.1", 0)
         address = f"127.0.0.1:{middle.sockets[0].getsockname()[1]}"
-        wire = NetworkWire(WireSettings(heartbeat_s=10))
+        wire = NetworkWire(WireSettings(call_idle_s=caller_s))
         for _ in range(5):
             assert await wire.status(address, 30) == REPORT
         assert len(seen) == 1
