@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup up test lint types contracts drift check proto bench clean
+.PHONY: setup up test lint types contracts drift check proto dashboards prometheus bench clean
 
 setup: $(STAMP)
 
@@ -34,8 +34,19 @@ proto: setup
 	$(BIN)/python -m grpc_tools.protoc -Iproto/pdfleet/v1 --python_out=fleet/wire/v1 --mypy_out=fleet/wire/v1 \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy proto/pdfleet/v1/*.proto
 
-drift: proto
-	git diff --exit-code -- fleet/wire/v1
+dashboards: setup
+	$(BIN)/python deploy/monitoring/build.py
+
+drift: proto dashboards
+	git diff --exit-code -- fleet/wire/v1 deploy/monitoring/dashboards
+
+# Prometheus and promtool, for the tests of rules and dashboards; where they cannot be had these are skipped.
+prometheus:
+	@command -v prometheus >/dev/null && command -v promtool >/dev/null || { \
+	  sudo=$$(test "$$(id -u)" = 0 || command -v sudo); \
+	  { $$sudo apt-get install -y -q --no-install-recommends prometheus || { $$sudo apt-get update -q && \
+	    $$sudo apt-get install -y -q --no-install-recommends prometheus; }; } >/dev/null \
+	  || echo "prometheus is not installed: its tests are skipped"; }
 
 check: lint types contracts drift
 

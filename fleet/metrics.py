@@ -23,11 +23,16 @@ BETWEEN_S = (
 """Of the time between two tokens, and of an engine step."""
 WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Of a whole request."""
+STAGE_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
+    *(1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+"""Of the parts of a request's life: the same for all of them, or no sum over them could be read."""
 SHORT_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0),
 )
-"""Of a pull of KV, and of what waits for one."""
+"""Of a pull of KV."""
 SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0)
 """Of sequences in a step."""
 TOKENS = tuple(float(1 << bits) for bits in range(15))

@@ -14,7 +14,7 @@ from fleet.goodput import Outcome, Verdict
 from fleet.metrics import (
     BETWEEN_S,
     FIRST_S,
-    SHORT_S,
+    STAGE_S,
     WHOLE_S,
     Buckets,
     Family,
@@ -26,14 +26,14 @@ from fleet.metrics import (
 from fleet.stages import Stage, Timeline
 from router.record import HandoffRecord, HandoffState
 
-STAGES: Mapping[str, tuple[Stage, Stage, tuple[float, ...]]] = {
-    "tokenize": (Stage.ACCEPTED, Stage.TOKENIZED, SHORT_S),
-    "admission": (Stage.TOKENIZED, Stage.PREFILL_SENT, FIRST_S),
-    "queue": (Stage.PREFILL_SENT, Stage.PREFILL_STARTED, FIRST_S),
-    "prefill": (Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, FIRST_S),
-    "transfer": (Stage.PULL_STARTED, Stage.PULL_ENDED, SHORT_S),
-    "second_token": (Stage.FIRST_TOKEN, Stage.SECOND_TOKEN, SHORT_S),
-    "decode": (Stage.FIRST_TOKEN, Stage.ENDED, WHOLE_S),
+STAGES: Mapping[str, tuple[Stage, Stage]] = {
+    "tokenize": (Stage.ACCEPTED, Stage.TOKENIZED),
+    "admission": (Stage.TOKENIZED, Stage.PREFILL_SENT),
+    "queue": (Stage.PREFILL_SENT, Stage.PREFILL_STARTED),
+    "prefill": (Stage.PREFILL_STARTED, Stage.FIRST_TOKEN),
+    "transfer": (Stage.PULL_STARTED, Stage.PULL_ENDED),
+    "second_token": (Stage.FIRST_TOKEN, Stage.SECOND_TOKEN),
+    "decode": (Stage.FIRST_TOKEN, Stage.ENDED),
 }
 """Parts of a request's life that are shown, each with where it begins and ends."""
 
@@ -151,10 +151,10 @@ class Meters:
 
     def _lived(self, model: str, marks: Mapping[Stage, float]) -> None:
         timeline = Timeline(0.0, dict(marks))
-        for name, (begin, end, bounds) in STAGES.items():
+        for name, (begin, end) in STAGES.items():
             seconds = timeline.between(begin, end)
             if seconds is not None:
-                self._of(self._stages, (model, name), bounds).observe(seconds)
+                self._of(self._stages, (model, name), STAGE_S).observe(seconds)
 
     def _handed(self, record: HandoffRecord) -> None:
         steps = record.transitions
