@@ -10,8 +10,8 @@ and killed there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -284,6 +284,18 @@ class SimFleet:
     def engine_of(self, role: Role) -> EngineSettings:
         """Of a worker that begins with this role."""
         return self.decode_engine or self.engine if role is Role.DECODE else self.engine
+
+    @asynccontextmanager
+    async def up(self, validate: bool = True) -> AsyncIterator[SimFleet]:
+        """As `async with` itself; not to `validate` saves its time where that is not the point."""
+        try:
+            await self.__aenter__()
+            yield self
+            if validate:
+                await self.rest()
+                self.validate()
+        finally:
+            await self.close()
 
     async def __aenter__(self) -> SimFleet:
         for role, count in self.counts.items():

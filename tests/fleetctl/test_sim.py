@@ -1,0 +1,225 @@
+"""The simulator: the same every time, right where it can be worked out by hand, and able to tell policies
+apart; its models of time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from fleet.objectives import Objectives
+from fleet.workload import Amount, Arrivals, Conversation, Kind, Piece, Turn, drawn
+from fleetctl.__main__ import main
+from fleetctl.sim.devices import GPUS, MODELS
+from fleetctl.sim.play import simulate
+from fleetctl.sim.policies import Policy
+from fleetctl.sim.report import report
+from fleetctl.sim.speed import (
+    Measured,
+    Roofline,
+    Sample,
+    Work,
+    benchmark_samples,
+    error,
+    fit,
+    splitwise_samples,
+)
+from fleetctl.sim.words import Fault, Setup
+
+SPEED = Measured(
+    prompt_base_s=0.01, per_prompt_token_s=1e-4, per_pair_s=0.0, decode_base_s=0.01, per_decode_s=1e-4
+)
+SETUP = Setup(
+    SPEED,
+    kv_bytes=1e5,
+    kv_tokens=20_000,
+    prefill=2,
+    decode=2,
+    objectives={"standard": Objectives(ttft_ms=400, tpot_ms=20)},
+    block_size=16,
+    step_tokens=512,
+    decode_step_tokens=128,
+    validate=True,
+)
+
+
+def shared(count, rate=20.0, prefixes=8, seed=1):
+    """Short questions behind a few long beginnings."""
+    kind = Kind(
+        prompt=Amount.parse("20..60"), output=Amount.parse("5..15"), prefix_tokens=800, prefixes=prefixes
+    )
+    conversations = drawn(Arrivals.steady(rate), [kind], seed)
+    return [next(conversations) for _ in range(count)]
+
+
+def found(setup, workload):
+    said = report(setup, simulate(setup, workload))
+    del said["cpu_s"]
+    return said
+
+
+def test_two_runs_find_the_same_faults_included():
+    setup = replace(
+        SETUP,
+        routers=2,
+        faults=(Fault("decode-0", "crash", 0.6, 0.5), Fault("prefill-1", "freeze", 0.5, 0.3)),
+    )
+    one, other = found(setup, shared(40, rate=40)), found(setup, shared(40, rate=40))
+    assert one == other
+    assert one["requests"] == {"sent": 40, "judged": 40, "ends": {"finished": 40}}
+    assert one["routers"]["failovers"] > 0
+
+
+def test_goodput_is_what_one_works_out_by_hand():
+    def alone(at_s, prompt):
+        return Conversation(at_s, (Turn((Piece(f"{at_s}", prompt),), 11),))
+
+    # Nobody waits for anybody: a prompt takes 10 ms for each step of 512 tokens and 0.1 ms a token.
+    workload = [alone(0.0, 500), alone(2.0, 3000), alone(4.0, 3800), alone(10.0, 100)]
+    played = simulate(SETUP, workload)
+    ttft = [one.outcome.ttft_s for one in played.asked]
+    assert ttft == pytest.approx([0.06, 0.36, 0.46, 0.02], abs=0.002)
+    # The hand-off is before the second token; nine more steps of one sequence follow.
+    step_s = 0.01 + 1e-4
+    tpot = [one.outcome.tpot_s for one in played.asked]
+    assert all(step_s <= one < step_s + 0.005 for one in tpot)
+    said = report(SETUP, played)
+    assert said["all"]["missed_by"] == {"ttft": 1}
+    assert (said["all"]["attained"], said["all"]["goodput"]) == (3, pytest.approx(3 / 10))
+    assert said["transfers"]["pulls"] >= 4
+
+
+def test_warm_up_is_not_judged():
+    setup = replace(SETUP, warm_up_s=1.0)
+    said = found(setup, shared(40))
+    judged = said["requests"]["judged"]
+    assert 0 < judged < 40
+    assert said["all"]["attained"] + said["all"]["missed"] == judged
+
+
+def test_policies_differ_as_they_must():
+    """Twelve beginnings fill the memory of one worker and a half: who sends each to where it is cached finds
+    more of it than who does not know."""
+    setup = replace(SETUP, admission="off", kv_tokens=6400)
+    share = {}
+    for policy in Policy:
+        said = found(replace(setup, policy=policy), shared(80, rate=10, prefixes=12))
+        assert said["requests"]["ends"] == {"finished": 80}
+        share[policy] = said["roles"]["prefill"]["cached_share"]
+    assert share[Policy.PRECISE] >= share[Policy.APPROXIMATE] > share[Policy.ROUND_ROBIN]
+    assert share[Policy.PRECISE] > 1.2 * max(share[Policy.RANDOM], share[Policy.LEAST_LOADED])
+
+
+def test_aggregated_workers_compute_prompts_themselves():
+    said = found(replace(SETUP, prefill=0), shared(20))
+    assert list(said["roles"]) == ["decode"]
+    assert said["routers"]["prefills_local"] == said["routers"]["finished_length"] == 20
+    assert "handoffs" not in said["routers"]
+
+
+def test_later_turns_repeat_what_was_answered():
+    talk = Conversation(0.0, (Turn((Piece("a", 64),), 33), Turn((Piece("b", 10),), 4, think_s=1.0)))
+    played = simulate(SETUP, [talk])
+    assert [one.prompt_tokens for one in played.asked] == [64, 64 + 33 + 10]
+    assert played.asked[1].cached_tokens >= 64
+
+
+def test_a_workload_without_requests_is_an_error():
+    with pytest.raises(ValueError, match="empty"):
+        simulate(SETUP, [])
+
+
+def test_a_fit_finds_what_the_times_were_made_of():
+    true = Measured(0.02, 6e-5, 7e-9, 0.03, 2e-4, 1.8e-7)
+    works = [Work(prompt=n, pairs=n * (n + 1) // 2) for n in (128, 512, 2048, 8192)]
+    works += [Work(decodes=n, context=n * size) for n in (1, 4, 32) for size in (128, 1024, 8192)]
+    samples = [Sample(work, true.step_s(work)) for work in works]
+    made = fit(samples)
+    assert error(made, samples) < 1e-6
+    assert made.per_pair_s == pytest.approx(true.per_pair_s, rel=1e-3)
+    # A step of both has one base.
+    both = Work(prompt=100, pairs=5050, decodes=2, context=300)
+    assert made.step_s(both) == pytest.approx(0.03 + 100 * 6e-5 + 5050 * 7e-9 + 2 * 2e-4 + 300 * 1.8e-7)
+
+
+def test_no_part_of_a_fit_is_negative():
+    samples = [Sample(Work(prompt=n, pairs=n * n // 2), 0.1 + n * 1e-4 - n * n * 1e-9) for n in (10, 99, 999)]
+    samples.append(Sample(Work(decodes=1, context=10), 0.02))
+    made = fit(samples)
+    assert min(made.as_dict()[name] for name in ("prompt_base_s", "per_prompt_token_s", "per_pair_s")) >= 0
+    assert error(made, samples) < 0.05
+
+
+def test_a_fit_needs_both_kinds():
+    with pytest.raises(ValueError, match="of prompts and of decodes"):
+        fit([Sample(Work(prompt=10, pairs=55), 0.1)])
+
+
+def test_splitwise_rows_and_what_there_is_instead():
+    lines = [
+        "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel",
+        "m,h100-80gb,512,2,128,100.0,30.0,4",
+    ]
+    prompt, decode = splitwise_samples(lines, "m", "h100-80gb", 4)
+    assert prompt == Sample(Work(prompt=1024, pairs=512 * 513), 0.1)
+    assert decode == Sample(Work(decodes=2, context=2 * 576), 0.03)
+    with pytest.raises(ValueError, match="m on 4 h100-80gb"):
+        splitwise_samples(lines, "m", "a100-80gb", 4)
+
+
+def test_rows_of_our_own_benchmarks():
+    rows = [
+        {"case": "engine/prefill", "p50": 500.0, "settings": {"prompt": 100, "chunk": 512, "threads": 1}},
+        {"case": "engine/prefill", "p50": 400.0, "settings": {"prompt": 2048, "chunk": 512, "threads": 1}},
+        {"case": "engine/decode", "p50": 50.0, "settings": {"batch": 8, "context": 512, "threads": 1}},
+        {"case": "engine/decode", "p50": 99.0, "settings": {"batch": 8, "context": 512, "threads": 2}},
+    ]
+    samples = benchmark_samples([json.dumps(row) for row in rows], threads=1)
+    assert samples == [
+        Sample(Work(prompt=100, pairs=5050), 0.2),
+        Sample(Work(decodes=8, context=8 * 512), 0.16),
+    ]
+
+
+def test_a_roofline_reads_or_computes():
+    speed = Roofline(MODELS["llama-3.1-8b"], GPUS["h100"])
+    reading = speed.step_s(Work(decodes=1, context=100))
+    weights = 2 * 8.03e9 / (3.35e12 * speed.bytes_share)
+    assert reading == pytest.approx(weights + speed.overhead_s, rel=0.01)
+    prompt = Work(prompt=8192, pairs=8192 * 8193 // 2)
+    flops = 2 * 8.03e9 * 8192 + 4 * 32 * 4096 * prompt.pairs
+    assert speed.step_s(prompt) == pytest.approx(flops / (989e12 * speed.flops_share) + speed.overhead_s)
+    assert speed.kv_tokens() == int((72e9 - 16.06e9) / 131072)
+
+
+def test_the_command_says_it_as_one_object_and_as_a_table(tmp_path):
+    records = tmp_path / "records.jsonl"
+    flags = ["sim", "--prefill", "1", "--decode", "1", "--rate", "5", "--requests", "5", "--prompt", "100"]
+    flags += ["--output", "5", "--seed", "1", "--slo", "ttft=1000,tpot=50"]
+    done = CliRunner().invoke(main, [*flags, "--json", "--records", str(records)])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert said["all"]["attained"] == 5
+    assert said["workload"]["seed"] == 1
+    assert [json.loads(line)["outcome"]["tokens"] for line in records.read_text().splitlines()] == [5] * 5
+    shown = CliRunner().invoke(main, flags)
+    assert "attainment" in shown.output
+    assert "100.0%" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "gpt-9"], "llama-3.1-8b"),
+        (["--model", "bloom-176b"], "--gpus"),
+        (["--fault", "burn:router@1"], "crash:prefill-0@30+10"),
+        (["--fault", "crash:prefill-7@1"], "prefill-7"),
+    ],
+)
+def test_what_cannot_be_is_said_with_what_could(flags, said):
+    rest = ["--rate", "1", "--requests", "3", "--prompt", "10", "--output", "2", "--seed", "1"]
+    done = CliRunner().invoke(main, ["sim", *flags, *rest])
+    assert done.exit_code == 1
+    assert said in done.output
