@@ -327,7 +327,7 @@ def mooncake(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
     for at_s, group in chain(bins, [(math.inf, iter(()))]):
         if at_s < start:
             raise ValueError(f"the trace goes back in time, from {start:g} s to {at_s:g} s")
-        for offset, row in zip(sorted(noise.uniform(size=len(rows))), rows, strict=True):
+        for offset, row in zip(sorted(noise.uniform(size=len(rows)).tolist()), rows, strict=True):
             # A stamp of its own is the moment itself.
             spread_s = min(at_s - start, _BIN_S) if len(rows) > 1 else 0.0
             total = max(1, int(row["input_length"]))

@@ -201,6 +201,7 @@ def test_mooncake_blocks_are_shared_and_bins_are_spread() -> None:
     assert all(0 <= at < 3 for at in times[:3])
     assert all(3 <= at < 6 for at in times[3:5])
     assert times[5] == 60
+    assert {type(at) for at in times} == {float}
     assert [c.prompt_tokens(0) for c in one] == [1200] * 3 + [513] * 2 + [20]
     assert [piece.tokens for piece in one[0].turns[0].adds] == [512, 512, 176]
     assert one[0].turns[0].adds[:2] == one[1].turns[0].adds[:2]
