@@ -7,7 +7,7 @@ import contextlib
 import logging
 from dataclasses import replace
 
-from decode_worker.pull_speed import PullSpeed
+from engine.borrowing import Borrowing
 from engine.intake import Intake
 from engine.loop import Engine
 from engine.tell import figures, tell
@@ -44,11 +44,12 @@ class DecodeService:
         self._engine = engine
         self._intake = Intake(engine)
         self._transfer = transfer
+        self._borrowing = Borrowing(engine, self._intake, transfer, transfer.settings.borrow_limit_s)
+        transfer.lend = self._borrowing.lend
         self._pull_limit_s = pull_limit_s
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._first: dict[str, asyncio.Future[tuple[int, ...]]] = {}
         """By stream: the first tokens of a prompt that is still being computed."""
-        self._pull_speed = PullSpeed()
         self._model = engine.fingerprint.digest()
 
     def accept(self, stream: Stream) -> None:
@@ -67,7 +68,7 @@ class DecodeService:
         )
         if job.ticket is None:
             self._counters["local_prefills"] += 1
-            self._intake.add(stream, new)
+            self._borrowing.add(stream, new, job.holder)
             return
         if job.ticket.tokens != len(request.prompt):
             raise BadRequest(
@@ -144,7 +145,6 @@ class DecodeService:
         size = self._engine.layout.block_size
         cached, have, needed = reservation.cached, reservation.cached, -(-ticket.tokens // size)
         self._counters["pull_hit_tokens"] += min(cached * size, ticket.tokens)
-        moved, seconds = 0, 0.0
         failure: FleetError | None = None
         try:
             while have < needed:
@@ -154,19 +154,17 @@ class DecodeService:
                 pairs = lacking(reservation.blocks, have, min(ready * size, ticket.tokens), size)
                 if have == cached:
                     stream.started(Stage.PULL_STARTED)
-                pulled = await self._transfer.pull(ticket, pairs, self._pull_limit_s)
+                await self._transfer.pull(ticket, pairs, self._pull_limit_s)
                 if self._engine.staged:
                     await self._engine.from_host([own for _, own in pairs])
                 have += len(pairs)
-                moved, seconds = moved + pulled.bytes, seconds + pulled.seconds
                 if first is not None and not first.done():
                     self._counters["pulled_early_blocks"] += len(pairs)
         except (LeaseExpired, TransferFailed, BadRequest) as error:
             failure = error
         else:
-            if moved:
+            if have > cached:
                 stream.started(Stage.PULL_ENDED)
-                self._pull_speed.add(moved, seconds, asyncio.get_running_loop().time())
         proven = have * size if have < needed else max(ticket.tokens, cached * size)
         self._counters["pulled_tokens"] += max(0, proven - cached * size)
         return proven, failure
@@ -174,7 +172,9 @@ class DecodeService:
     def _lacking(self, stream: Stream, error: FleetError | None) -> None:
         if error is not None:
             self._counters["pulls_recomputed"] += 1
-            log.warning("request %s: KV did not come, computing it here: %s", stream.job.request.id, error)
+            id = stream.job.request.id
+            why = "request %s: KV did not come, computing it here: %s"
+            log.warning(why, id, error, extra={"request": id})
 
     def _compile(self, stream: Stream) -> asyncio.Task[None] | None:
         """The request's constraint, while its prompt is being computed: it is there when it is wanted."""
@@ -205,10 +205,10 @@ class DecodeService:
         self._transfer.release(lease)
 
     def renew(self, lease: LeaseId) -> None:
-        """This role lends nothing."""
+        """Routers know of no lease of this role's."""
 
     def lease_ended(self, lease: LeaseId, why: str) -> None:
-        """This role lends nothing."""
+        self._borrowing.lease_ended(lease)
 
     def stepped(self, report: StepReport) -> None:
         """The engine's sink."""
@@ -216,12 +216,13 @@ class DecodeService:
         self._chassis.publish(report.events)
 
     def report(self, base: LoadReport) -> LoadReport:
-        report = figures(base, self._engine.load(), {**self._transfer.counters(), **self._counters})
-        return replace(report, pull_bytes_s=self._pull_speed.bytes_s(asyncio.get_running_loop().time()))
+        counters = {**self._transfer.counters(), **self._borrowing.counters, **self._counters}
+        report = figures(base, self._engine.load(), counters)
+        return replace(report, pull_bytes_s=self._transfer.pull_bytes_s)
 
     def busy(self) -> bool:
         load = self._engine.load()
         return bool(load.running or load.waiting or self._intake)
 
     def idle(self) -> bool:
-        return not self.busy()
+        return not (self.busy() or self._engine.loans)

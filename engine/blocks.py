@@ -77,12 +77,29 @@ class BlockPool:
     def acquire(self, names: Sequence[BlockHash]) -> list[int]:
         """The cached blocks of these names, held once more. The names before them must be held already."""
         taken = [self._by_name[name] for name in names]
-        for block in taken:
+        self.hold(taken)
+        self.counts.hits += len(taken)
+        return taken
+
+    def cached_chain(self, names: Sequence[BlockHash]) -> list[int]:
+        """The cached blocks of these names, from a sequence's first one on and as far as each follows the one
+        before. Whoever gives the names may give any: nothing is taken for granted."""
+        blocks: list[int] = []
+        parent = b""
+        for name in names:
+            if self._parents.get(name) != parent:
+                break
+            blocks.append(self._by_name[name])
+            parent = name
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Cached blocks, held once more, though not because they were found by a sequence that needs them.
+        The blocks before them must be held already, or be among them."""
+        for block in blocks:
             if self._holders[block] == 0:
                 del self._evictable[block]
             self._holders[block] += 1
-        self.counts.hits += len(taken)
-        return taken
 
     def allocate(self, count: int) -> list[int]:
         """Blocks with nothing in them, held once; evicts as many as needed. `count` <= `available`."""

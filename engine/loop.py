@@ -19,6 +19,7 @@ from engine.words import (
     Reservation,
     StepReport,
 )
+from fleet.block_hash import BlockHash
 from fleet.errors import BadConstraint, FleetError, Internal, Unavailable
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.metrics import BETWEEN_S, SEQUENCES, TOKENS, Buckets, Family, Labels, gauge, histogram
@@ -200,6 +201,35 @@ class Engine:
         self._scheduler.release(id)
         self._progress()
         self._wake.set()
+
+    async def lend(self, loan: str, names: Sequence[BlockHash], have: int) -> Sequence[int]:
+        """Pins the cached blocks of these names, from a sequence's first on, for others to read until
+        `take_back(loan)`: as many in a row as are here and may be lent (setting `lend_share`). Returns those
+        after the first `have`, where others can read them; none: nothing is pinned, nor when it is cancelled
+        or raises."""
+        blocks = self._scheduler.lend(loan, names, have)
+        if blocks and self.staged:
+            try:
+                await self.to_host(blocks)
+            except BaseException as error:
+                self.take_back(loan)
+                if isinstance(error, Exception):
+                    # Whatever a device breaks of costs who asked only.
+                    log.exception("cached blocks cannot be copied from the device")
+                    return ()
+                raise
+        return blocks
+
+    def take_back(self, loan: str) -> None:
+        """Nobody reads the blocks of a loan any more. Idempotent."""
+        if self._scheduler.take_back(loan):
+            self._progress()
+            self._wake.set()
+
+    @property
+    def loans(self) -> int:
+        """That others have not given back yet."""
+        return self._scheduler.loans
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler

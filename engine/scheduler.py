@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Sequence as Row
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -32,7 +33,7 @@ from engine.words import (
     Scored,
     StepReport,
 )
-from fleet.block_hash import BlockNamer
+from fleet.block_hash import BlockHash, BlockNamer
 from fleet.errors import BadConstraint, BadRequest, FleetError, Internal, Overloaded
 from fleet.request import FinishReason
 
@@ -86,6 +87,10 @@ class Scheduler:
         self._filling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._quarantine: dict[str, list[int]] = {}
+        self._loans: dict[str, list[int]] = {}
+        """Cached blocks that others read, in chain order."""
+        self._loaned: Counter[int] = Counter()
+        """How many loans hold each of them."""
         self._slots = list(range(settings.max_batch - 1, -1, -1))
         self._arrivals = 0
         self._flight: list[tuple[Sequence, Chunk]] | None = None
@@ -139,6 +144,8 @@ class Scheduler:
         sequence.matcher = matcher or sequence.matcher
         self.counters.filled_tokens += max(0, tokens - sequence.computed)
         sequence.computed = max(sequence.computed, tokens)
+        if known == sequence.prompt_length:  # Else its prompt was computed elsewhere, for this request.
+            sequence.cached_tokens = max(sequence.cached_tokens, tokens)
         sequence.fill = False
         sequence.state = State.RUNNING
         self._running[id] = sequence
@@ -163,6 +170,38 @@ class Scheduler:
         sequence.lend, sequence.lent = False, 0
         if sequence.state is State.HELD:
             self._let_go(sequence)
+
+    def lend(self, loan: str, names: Row[BlockHash], have: int) -> tuple[int, ...]:
+        """Holds the cached blocks of these names, from a sequence's first on, for others to read until
+        `take_back`: as many in a row as are here and the share for loans allows. Returns those after the
+        first `have`; none: nothing is held."""
+        if loan in self._loans:
+            raise ValueError(f"{loan} is a loan already")
+        blocks = self.pool.cached_chain(names)
+        room = int(self._settings.lend_share * self.pool.blocks) - len(self._loaned)
+        for position, block in enumerate(blocks):
+            room -= block not in self._loaned
+            if room < 0:
+                del blocks[position:]
+                break
+        if len(blocks) <= have:
+            return ()
+        self.pool.hold(blocks)
+        self._loans[loan] = blocks
+        self._loaned.update(blocks)
+        return tuple(blocks[have:])
+
+    def take_back(self, loan: str) -> bool:
+        """Nobody reads the blocks of a loan any more; False when there is none such."""
+        blocks = self._loans.pop(loan, None)
+        if blocks is None:
+            return False
+        self.pool.release(blocks)
+        for block in blocks:
+            self._loaned[block] -= 1
+            if not self._loaned[block]:
+                del self._loaned[block]
+        return True
 
     def retune(self, settings: EngineSettings) -> None:
         """Sizes the steps by these from the next one on; what else they say is not looked at."""
@@ -277,9 +316,14 @@ class Scheduler:
 
     @property
     def others_have_blocks(self) -> bool:
-        """Whether blocks are held, being filled or in quarantine: others give them back, in their time."""
+        """Whether blocks are held, lent, being filled or in quarantine: others give them back, in their
+        time."""
         own = len(self._running) + len(self._waiting)
-        return bool(self._quarantine) or len(self._sequences) > own
+        return bool(self._quarantine or self._loans) or len(self._sequences) > own
+
+    @property
+    def loans(self) -> int:
+        return len(self._loans)
 
     def totals(self) -> dict[str, int]:
         pool = {f"block_{name}": count for name, count in asdict(self.pool.counts).items()}
@@ -296,6 +340,9 @@ class Scheduler:
             assert sequence.table == tuple(sequence.blocks)
             assert sequence.lent * size <= sequence.computed, f"{sequence.id} has lent what is not computed"
             assert not sequence.lent or sequence.lend
+        for blocks in self._loans.values():
+            holders.update(blocks)
+        assert +self._loaned == sum(map(Counter, self._loans.values()), Counter()), "loans are miscounted"
         self.pool.validate(holders)
         for state, group in (
             (State.WAITING, self._waiting),
@@ -312,6 +359,7 @@ class Scheduler:
         assert self.pool.quarantined == sum(map(len, self._quarantine.values()))
         if idle:
             assert not self._sequences, f"left over: {sorted(self._sequences)}"
+            assert not self._loans, f"lent and not taken back: {sorted(self._loans)}"
             assert not self._quarantine, f"never filled: {sorted(self._quarantine)}"
             assert self.pool.available == self.pool.blocks, "blocks are lost"
             assert not self._finished, "an end was not told"

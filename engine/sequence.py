@@ -60,7 +60,7 @@ class Sequence:
     furthest: int = 0
     """Tokens that were computed before a preemption threw them away."""
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache before the first start."""
+    """Prompt tokens found in the prefix cache before the first start, or brought from elsewhere."""
     scored: int = 0
     """Prompt tokens whose log-probabilities were told or are not wanted; the first one has none."""
     started: bool = False

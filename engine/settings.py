@@ -49,6 +49,10 @@ class EngineSettings:
     """Whether KV blocks are kept and found again by what is in them. Off costs nothing per block, for
     traffic whose prompts share no beginning."""
 
+    lend_share: float = 0.25
+    """Part of the KV blocks that other workers may have pinned here at once, to read what the prefix cache
+    holds. A loan lasts as long as reading it takes; 0 lends nothing."""
+
     grammar: GrammarSettings = field(default_factory=GrammarSettings)
 
     def __post_init__(self) -> None:
@@ -60,5 +64,7 @@ class EngineSettings:
                 f"max_step_tokens is {self.max_step_tokens}; it must be more than "
                 f"max_batch ({self.max_batch}), so that decodes leave room for a prompt in every step"
             )
+        if not 0.0 <= self.lend_share <= 0.9:
+            raise ValueError(f"lend_share is {self.lend_share}; it must be between 0 and 0.9")
         if not 0.0 <= self.short_prompt_share <= 0.9:
             raise ValueError(f"short_prompt_share is {self.short_prompt_share}; it must be between 0 and 0.9")

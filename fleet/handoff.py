@@ -34,6 +34,20 @@ class KvTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker that is believed to cache the beginning of a sequence: a hint, and no promise. Whoever gets it
+    asks there for the blocks by their whole names, and computes what does not come."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str
+    """Of its transfer layer; see `KvTicket.address`."""
+    fingerprint: str
+    blocks: int
+    """Leading full blocks of the sequence that are there."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillJob:
     """Compute the prompt, draw one token, keep the KV under a lease."""
 
@@ -41,6 +55,8 @@ class PrefillJob:
     request: Request
     lend: bool = False
     """Whether to say `Lent` as soon as a part of the KV is final and more of the prompt is left."""
+    holder: Holder | None = None
+    """Whom to ask for the beginning, instead of computing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,8 @@ class DecodeJob:
     request: Request
     generated: tuple[int, ...] = ()
     ticket: KvTicket | None = None
+    holder: Holder | None = None
+    """Without a ticket: whom to ask for the beginning, instead of computing it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
@@ -31,6 +31,12 @@ OPEN_READS = 64
 """Most reads a peer may have under way; readers of ours keep to half of it."""
 OPEN_WAITS = 4096
 """Most waits for the next blocks of a lease that a peer may have under way; each ends by itself."""
+OPEN_BORROWS = 64
+"""Most questions for cached blocks that a peer may have under way."""
+NAME_BYTES = 32
+"""Of a block's name: it is told, and compared, whole."""
+BORROWED_BLOCKS = 1 << 14
+"""Most names that one question may have."""
 SESSIONS = 1024
 """Most peers at once."""
 GOODBYE_S = 1.0
@@ -109,6 +115,25 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """Whether more are to come."""
 
 
+class Borrow(msgspec.Struct, tag="borrow", frozen=True):
+    """Asks for a lease on cached blocks, by their names one after the other from the sequence's first; on
+    those after the first `have` of them, for `limit_s` at most."""
+
+    id: Number
+    names: Annotated[bytes, msgspec.Meta(max_length=BORROWED_BLOCKS * NAME_BYTES)]
+    have: Annotated[int, msgspec.Meta(ge=0, lt=BORROWED_BLOCKS)]
+    limit_s: Annotated[float, msgspec.Meta(gt=0, le=600)]
+
+
+class Borrowed(msgspec.Struct, tag="borrowed", frozen=True):
+    """`blocks` that follow the first `have` are under the lease, the next one at position 0. 0: none, and
+    there is no lease."""
+
+    id: Number
+    lease: Name
+    blocks: Annotated[int, msgspec.Meta(ge=0, le=BORROWED_BLOCKS)]
+
+
 class Leave(msgspec.Struct, tag="leave", frozen=True):
     lease: Name
 
@@ -130,8 +155,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
         return TransferFailed(f"{self.error}: {self.message}")
 
 
-ToSource = Read | Copied | Wait | Renew | Leave
-ToReader = Granted | Done | Ready | Renewed | Refused
+ToSource = Read | Copied | Wait | Borrow | Renew | Leave
+ToReader = Granted | Done | Ready | Borrowed | Renewed | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _hello = msgspec.msgpack.Decoder(Hello)
@@ -267,6 +292,15 @@ class Caller:
             self.say(Wait(call.number, lease, have, min(wait_s, 60.0)))
             answer = await call.next(Ready)
             return answer.blocks, answer.more
+        finally:
+            self.end(call)
+
+    async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        call = self.open()
+        try:
+            self.say(Borrow(call.number, b"".join(names), have, min(limit_s, 600.0)))
+            answer = await call.next(Borrowed)
+            return LeaseId(answer.lease), answer.blocks
         finally:
             self.end(call)
 
@@ -543,6 +577,7 @@ class _Serving:
         self._told: set[int] = set()
         self._beginning: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()
+        self._borrowing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
 
     def _say(self, message: ToReader) -> None:
@@ -557,13 +592,13 @@ class _Serving:
                 await self._writer.drain()
         finally:
             self._writer.transport.abort()
-            for task in (*self._beginning, *self._waiting):
+            for task in (*self._beginning, *self._waiting, *self._borrowing):
                 task.cancel()
             self._session.abort()
             await finish(self._ended())
 
     async def _ended(self) -> None:
-        while self._open or self._beginning or self._waiting:
+        while self._open or self._beginning or self._waiting or self._borrowing:
             self._idle.clear()
             await self._idle.wait()
 
@@ -581,6 +616,14 @@ class _Serving:
                 task = asyncio.create_task(self._wait(message))
                 self._waiting.add(task)
                 task.add_done_callback(self._waited)
+            case Borrow():
+                if len(self._borrowing) >= OPEN_BORROWS:
+                    error = BadRequest(f"more than {OPEN_BORROWS} questions for cached blocks under way")
+                    self._say(Refused.of(message.id, error))
+                    return
+                task = asyncio.create_task(self._borrow(message))
+                self._borrowing.add(task)
+                task.add_done_callback(self._borrowed)
             case Renew():
                 try:
                     self._say(Renewed(message.id, self._source.renew(LeaseId(message.lease))))
@@ -601,6 +644,25 @@ class _Serving:
 
     def _waited(self, task: asyncio.Task[None]) -> None:
         self._waiting.discard(task)
+        self._idle.set()
+
+    async def _borrow(self, message: Borrow) -> None:
+        names, size = message.names, NAME_BYTES
+        try:
+            if len(names) % size or len(names) <= message.have * size:
+                raise BadRequest(f"{len(names)} bytes are no names of blocks after {message.have}")
+            lease, blocks = await self._source.borrow(
+                [names[start : start + size] for start in range(0, len(names), size)],
+                message.have,
+                message.limit_s,
+            )
+        except FleetError as error:
+            self._say(Refused.of(message.id, error))
+        else:
+            self._say(Borrowed(message.id, lease, blocks))
+
+    def _borrowed(self, task: asyncio.Task[None]) -> None:
+        self._borrowing.discard(task)
         self._idle.set()
 
     def _begun(self, task: asyncio.Task[None]) -> None:

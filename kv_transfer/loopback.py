@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from enum import Enum
@@ -91,7 +91,7 @@ class LoopbackHub:
         self._host_of = host_of
         self._links: dict[str, _Link] = {}
         self.tap: Callable[[str, str, str], None] = lambda reader, source, what: None
-        """Told of everything asked of a source before it is sent: connect, read, renew, leave."""
+        """Told of everything asked of a source before it is sent, such as connect, read, borrow."""
         self.damaged = 0
         """Reads so far whose bytes were made to differ."""
         self._ports: dict[str, _Port] = {}
@@ -356,6 +356,13 @@ class LoopbackConnection:
         self._hub.tap(self._own.address, self._port.address, "ready")
         await self._or_broken(self._hub.latency_s + self._port.delay_s)
         answer = await self._at_source(self._port.source.ready(lease, have, wait_s))
+        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        return answer
+
+    async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        self._hub.tap(self._own.address, self._port.address, "borrow")
+        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        answer = await self._at_source(self._port.source.borrow(names, have, limit_s))
         await self._or_broken(self._hub.latency_s + self._port.delay_s)
         return answer
 

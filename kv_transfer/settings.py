@@ -27,6 +27,9 @@ class TransferSettings:
     """Host written into tickets; empty is `bind`."""
     folder: str = ""
     """Where shm makes its private 0700 folder; empty is the system's temporary folder."""
+    borrow_limit_s: float = 2.0
+    """Longest that bringing a cached beginning from another worker may take, seconds, and never longer than
+    to compute it is expected to take; then it is computed. 0: nothing is brought so."""
     connect_s: float = 5.0
     """Seconds until an unanswered connection or greeting counts as failed."""
     fence_s: float = 0.25
@@ -42,6 +45,8 @@ class TransferSettings:
         for name in ("lease_s", "connect_s", "fence_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: must be more than 0 seconds, not {getattr(self, name)}")
+        if not self.borrow_limit_s >= 0:
+            raise ValueError(f"borrow_limit_s: must not be negative, not {self.borrow_limit_s}")
         if self.bind in ("", "0.0.0.0", "::") and not self.advertise:
             raise ValueError(f"advertise: must be set when bind is {self.bind!r}, which readers cannot reach")
         if not 1 << 12 <= self.chunk_bytes <= 32 << 20:

@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -243,6 +243,9 @@ class ShmConnection:
 
     async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
         return await self._caller.ready(lease, have, wait_s)
+
+    async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        return await self._caller.borrow(names, have, limit_s)
 
     async def renew(self, lease: LeaseId) -> float:
         return await self._caller.renew(lease)

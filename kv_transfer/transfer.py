@@ -6,20 +6,21 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
-from fleet.handoff import KvTicket
+from fleet.handoff import Holder, KvTicket
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
 from fleet.metrics import SHORT_S, Buckets, Family, histogram
 from fleet.tls import Tls
-from kv_transfer.control import OPEN_READS
+from kv_transfer.control import BORROWED_BLOCKS, OPEN_READS
 from kv_transfer.lease import Ended, LeaseTable
 from kv_transfer.loopback import LoopbackHub, LoopbackTransport
 from kv_transfer.plan import Chunk, Pulled, plan_pull
+from kv_transfer.pull_speed import PullSpeed
 from kv_transfer.region import Region, checksums
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transport import (
@@ -48,7 +49,17 @@ COUNTERS = (
     "served_reads",
     "served_bytes",
     "connections_opened",
+    "loans",
+    "loans_empty",
+    "loaned_blocks",
 )
+
+Lend = Callable[[LeaseId, Sequence[bytes], int], Awaitable[Sequence[int]]]
+"""(lease, names of a chain of blocks from its first, how many to leave out) → the blocks that are cached here
+in a row, but those left out, pinned until that lease ends. None: nothing is pinned. It may be cancelled or
+raise a FleetError, and pins nothing then."""
+LOANS = 256
+"""Most leases on cached blocks at once."""
 
 _ENDS = {"expired": "leases_expired", "aborted": "leases_aborted"}
 
@@ -71,6 +82,9 @@ class Transfer:
         self.region = region
         self.settings = settings
         self._on_end = on_end
+        self.lend: Lend | None = None
+        """Who finds cached blocks; None: nothing is lent by name."""
+        self._loans: set[LeaseId] = set()
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kv-transfer")
         self._threaded = True
@@ -91,6 +105,7 @@ class Transfer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._counters: Counter[str] = Counter()
         self._pull_s = Buckets(SHORT_S)
+        self._pull_speed = PullSpeed()
         self._closed = False
 
     @classmethod
@@ -169,6 +184,11 @@ class Transfer:
         """Own blocks under at least one lease."""
         return self._table.pinned
 
+    @property
+    def pull_bytes_s(self) -> float | None:
+        """How fast KV comes here; None: unknown, or long ago."""
+        return self._pull_speed.bytes_s(self._loop.time())
+
     def families(self) -> list[Family]:
         """Beside `counters` for Prometheus."""
         name, help = "pdfleet_worker_pull_seconds", "Pulls of KV that came whole and proven."
@@ -193,12 +213,8 @@ class Transfer:
     def open(self, blocks: Sequence[int], tokens: int) -> KvTicket:
         """Like `grant` while the later ones of all blocks that `tokens` need are still being computed: they
         follow by `extend`. Until `seal` the lease has no clock, and lasts until it is released."""
-        self._check(blocks)
         lease = new_lease_id()
-        self._table.open(lease, blocks)
-        self._sealed[lease] = []
-        self._sum(lease, blocks)
-        self._counters["leases_granted"] += 1
+        self._open_lease(lease, blocks)
         return KvTicket(
             worker=self.worker,
             incarnation=self.incarnation,
@@ -208,6 +224,13 @@ class Transfer:
             tokens=tokens,
             lease_s=self.settings.lease_s,
         )
+
+    def _open_lease(self, lease: LeaseId, blocks: Sequence[int]) -> None:
+        self._check(blocks)
+        self._table.open(lease, blocks)
+        self._sealed[lease] = []
+        self._sum(lease, blocks)
+        self._counters["leases_granted"] += 1
 
     def extend(self, lease: LeaseId, blocks: Sequence[int]) -> None:
         """These are final too: the next positions of an open lease. ValueError when it is not open."""
@@ -221,6 +244,31 @@ class Transfer:
         self._table.seal(lease, self._loop.time(), self.settings.lease_s)
         self._arm()
         self._changed(lease)
+
+    async def _lend_cached(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        lease = new_lease_id()
+        blocks: Sequence[int] = ()
+        if self.lend is not None and len(self._loans) < LOANS and not self._closed:
+            self._loans.add(lease)
+            try:
+                blocks = await self.lend(lease, names, have)
+            finally:
+                if not blocks:
+                    self._loans.discard(lease)
+        if not blocks:
+            self._counters["loans_empty"] += 1
+            return LeaseId(""), 0
+        try:
+            self._open_lease(lease, blocks)
+        except TransferFailed:
+            self._loans.discard(lease)
+            self._on_end(lease, "aborted")
+            raise
+        self._table.seal(lease, self._loop.time(), min(limit_s, self.settings.lease_s))
+        self._arm()
+        self._counters["loans"] += 1
+        self._counters["loaned_blocks"] += len(blocks)
+        return lease, len(blocks)
 
     def _check(self, blocks: Sequence[int]) -> None:
         if blocks and max(blocks) >= self.region.blocks:
@@ -278,6 +326,7 @@ class Transfer:
                 # The thread may still read the blocks: harmless, as sums of an ended lease are never used.
                 part.cancel()
         self._changed(ended.lease)
+        self._loans.discard(ended.lease)
         self._on_end(ended.lease, ended.why)
 
     def _arm(self) -> None:
@@ -365,6 +414,50 @@ class Transfer:
             if count > have or not more:
                 return count
 
+    def borrow(
+        self, holder: Holder, names: Sequence[bytes], have: int, limit_s: float
+    ) -> contextlib.AbstractAsyncContextManager[tuple[KvTicket, int]]:
+        """A lease on blocks that another worker caches, asked for by their whole names, and how many: those
+        after the first `have` of `names`, as many in a row as it still has and can spare, one at least. The
+        first is at position 0. It lasts for `limit_s`, or until left.
+
+        Raises LeaseExpired, TransferFailed (also when it holds none of them, or does not answer within
+        `limit_s`), BadRequest.
+        """
+        return self._borrow(holder, names[:BORROWED_BLOCKS], have, limit_s)
+
+    @contextlib.asynccontextmanager
+    async def _borrow(
+        self, holder: Holder, names: Sequence[bytes], have: int, limit_s: float
+    ) -> AsyncGenerator[tuple[KvTicket, int]]:
+        ticket = KvTicket(
+            worker=holder.worker,
+            incarnation=holder.incarnation,
+            address=holder.address,
+            lease=LeaseId(""),
+            fingerprint=holder.fingerprint,
+            tokens=0,  # Blocks are what counts.
+            lease_s=min(limit_s, self.settings.lease_s),
+        )
+        self._check_fingerprint(ticket)
+        try:
+            async with asyncio.timeout(limit_s):
+                connection = (await self._path(ticket)).connection
+                lease, blocks = await connection.borrow(names, have, ticket.lease_s)
+        except TimeoutError:
+            # Granted meanwhile, it ends there by itself as soon as it would have here.
+            raise TransferFailed(f"{holder.worker} did not answer for {limit_s:.3f} s") from None
+        if not blocks:
+            raise TransferFailed(f"{holder.worker} has none of these blocks to spare")
+        ticket = replace(ticket, lease=lease)
+        try:
+            if blocks > len(names) - have:
+                raise TransferFailed(f"{holder.worker} lends {blocks} blocks, more than were asked for")
+            yield ticket, blocks
+        finally:
+            # Nobody else reads by it.
+            self._spawn(self._leave(ticket))
+
     async def pull(self, ticket: KvTicket, pairs: Sequence[tuple[int, int]], deadline_s: float) -> Pulled:
         """Bring blocks of a lease into own blocks: `pairs` are (position in the lease, own block).
 
@@ -391,17 +484,13 @@ class Transfer:
         self._counters["pulled_blocks"] += pulled.blocks
         self._counters["pulled_bytes"] += pulled.bytes
         self._pull_s.observe(pulled.seconds)
+        self._pull_speed.add(pulled.bytes, pulled.seconds, self._loop.time())
         return pulled
 
     async def _pull(
         self, ticket: KvTicket, pairs: Sequence[tuple[int, int]], deadline_s: float, started: float
     ) -> Pulled:
-        if ticket.fingerprint != self.fingerprint:
-            raise BadRequest(
-                f"fingerprint: {ticket.worker} has {ticket.fingerprint}, "
-                f"{self.worker} has {self.fingerprint}",
-                param="fingerprint",
-            )
+        self._check_fingerprint(ticket)
         chunks = plan_pull(
             pairs,
             own_blocks=self.region.blocks,
@@ -421,6 +510,14 @@ class Transfer:
         seconds = self._loop.time() - started
         size = len(pairs) * self.region.block_bytes
         return Pulled(len(pairs), size, seconds, path.transport, f"{path.transport}: {path.why}")
+
+    def _check_fingerprint(self, ticket: KvTicket) -> None:
+        if ticket.fingerprint != self.fingerprint:
+            raise BadRequest(
+                f"fingerprint: {ticket.worker} has {ticket.fingerprint}, "
+                f"{self.worker} has {self.fingerprint}",
+                param="fingerprint",
+            )
 
     async def _read_all(self, connection: Connection, ticket: KvTicket, chunks: Sequence[Chunk]) -> None:
         key = (ticket.worker, ticket.incarnation)
@@ -516,6 +613,7 @@ class Transfer:
         assert all(lease in self._table for lease in self._changes), "somebody waits for a lease that is over"
         assert sum(map(len, self._aborts.values())) == self._table.reads, "reads and their aborts differ"
         if idle:
+            assert not self._loans, f"{len(self._loans)} loans stand"
             assert not len(self._table), f"{len(self._table)} leases are open"
             assert not self._table.pinned, f"{self._table.pinned} blocks are pinned"
             assert not self._aborts, "reads of own blocks are under way"
@@ -693,6 +791,9 @@ class _Serving:
                 return count, more
             change = own._changes.setdefault(lease, own._loop.create_future())
             await asyncio.wait({change}, timeout=left)
+
+    async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        return await self._transfer._lend_cached(names, have, limit_s)
 
     def renew(self, lease: LeaseId) -> float:
         own = self._transfer

@@ -74,6 +74,12 @@ class Source(Protocol):
         meanwhile. It may be cancelled, and pins nothing."""
         ...
 
+    async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        """A lease on cached blocks by their names, and how many: those after the first `have` of `names`, as
+        many in a row as are here and can be spared. None of them: 0 and no lease. It ends after `limit_s`
+        by itself. Raises TransferFailed. It may be cancelled, and leaves nothing then."""
+        ...
+
     def renew(self, lease: LeaseId) -> float:
         """Seconds left. Raises LeaseExpired."""
         ...
@@ -99,6 +105,10 @@ class Connection(Protocol):
 
     async def ready(self, lease: LeaseId, have: int, wait_s: float) -> tuple[int, bool]:
         """`Source.ready`, asked from here. Raises TransferFailed when the path breaks."""
+        ...
+
+    async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
+        """`Source.borrow`, asked from here. Raises TransferFailed when the path breaks."""
         ...
 
     async def renew(self, lease: LeaseId) -> float: ...

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from engine.borrowing import Borrowing
 from engine.intake import Intake
 from engine.loop import Engine
 from engine.tell import figures, tell
@@ -43,6 +44,8 @@ class PrefillService:
         self._engine = engine
         self._intake = Intake(engine)
         self._transfer = transfer
+        self._borrowing = Borrowing(engine, self._intake, transfer, transfer.settings.borrow_limit_s)
+        transfer.lend = self._borrowing.lend
         self._lent: dict[LeaseId, str] = {}
         self._loans: dict[str, _Loan] = {}
         """By sequence, until it has its last word."""
@@ -56,7 +59,7 @@ class PrefillService:
         if not isinstance(job, PrefillJob):
             raise BadRequest("a prefill worker takes PrefillJob only; send DecodeJob to a decode worker")
         request = job.request
-        self._intake.add(
+        self._borrowing.add(
             stream,
             NewSequence(
                 id=stream.id,
@@ -67,6 +70,7 @@ class PrefillService:
                 hold=True,
                 lend=job.lend,
             ),
+            job.holder,
         )
 
     def cancel(self, stream: Stream, reason: CancelReason) -> None:
@@ -120,7 +124,8 @@ class PrefillService:
                 await self._engine.to_host(blocks)
         except Exception as error:
             # Whatever a device breaks of costs this request only, and its blocks come back.
-            log.exception("blocks of %s cannot be copied from the device", id)
+            request = id.rpartition("/")[0]
+            log.exception("blocks of %s cannot be copied from the device", id, extra={"request": request})
             if (stream := self._chassis.stream(id)) is not None:
                 stream.failed(Internal(f"KV cannot be copied from the device: {type(error).__name__}"))
             self._engine.cancel(id)
@@ -171,6 +176,7 @@ class PrefillService:
 
     def lease_ended(self, lease: LeaseId, why: str) -> None:
         """The transfer layer's word that no read touches the blocks any more."""
+        self._borrowing.lease_ended(lease)
         sequence = self._lent.pop(lease, None)
         if sequence is None:
             return
@@ -179,14 +185,16 @@ class PrefillService:
         self._engine.release(sequence)
 
     def report(self, base: LoadReport) -> LoadReport:
-        return figures(base, self._engine.load(), self._counters())
+        report = figures(base, self._engine.load(), self._counters())
+        return replace(report, pull_bytes_s=self._transfer.pull_bytes_s)
 
     def _counters(self) -> dict[str, int]:
-        return {**self._transfer.counters(), "leases": len(self._lent), "lent_early": self._early}
+        own = {**self._transfer.counters(), **self._borrowing.counters}
+        return {**own, "leases": len(self._lent), "lent_early": self._early}
 
     def busy(self) -> bool:
         load = self._engine.load()
         return bool(load.running or load.waiting or self._intake or self._staging)
 
     def idle(self) -> bool:
-        return not (self.busy() or self._lent)
+        return not (self.busy() or self._lent or self._engine.loans)

@@ -1,6 +1,7 @@
 """The choice of a worker: expected seconds, and why. Pure.
 
-A prompt costs the tokens queued before it and its own uncached ones, at the worker's measured speed;
+A prompt costs the tokens queued before it and its own uncached ones, at the worker's measured speed, or the
+bytes of those that another worker caches, at its measured bandwidth, where bringing them is clearly sooner;
 a hand-off costs the blocks that the decode worker lacks, at its measured bandwidth; decoding costs the
 steps of a crowded batch, and a wait where memory is short. A decode worker may compute a short prompt
 itself. Among near equals, two are drawn by the request's own number and the less loaded is taken
@@ -16,6 +17,7 @@ from heapq import nsmallest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from fleet.handoff import Holder
 from fleet.ids import Incarnation, WorkerId
 from fleet.member import Role
 from router.roster import Pool, Standing
@@ -91,6 +93,10 @@ class Choice:
     """KV blocks it has to find room for."""
     why: str
     considered: Considered
+    holder: Holder | None = None
+    """From whom it is to bring the beginning that it does not cache."""
+    borrow_s: float = 0.0
+    """Seconds expected for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +113,17 @@ class Ask:
     """Lives of workers that refused or lost this request."""
     routers: int = 1
     """Routers that choose at the same time, this one included."""
+    lost: Collection[Incarnation] = ()
+    """Of `avoid`, those that cannot be asked for KV either."""
 
 
 _Base = tuple[float, float, Standing, int, int]
-_Offer = tuple[float, float, Standing, int, int, bool, float]
+_Offer = tuple[float, float, Standing, int, int, bool, float, int]
 """Expected seconds; of them, what this request itself adds; worker; its cached blocks; tokens to compute
-there; whether a decode worker computes the prompt; seconds of transfer. A plain tuple: hundreds are made
-for one choice."""
+there; whether a decode worker computes the prompt; seconds of transfer; blocks that are borrowed. A plain
+tuple: hundreds are made for one choice."""
+_Lender = tuple[Standing | None, int]
+"""Who caches most of the sequence, and how many blocks of use that is: the last token is computed anyway."""
 _seconds = itemgetter(0)
 _SHOWN = 8
 """Candidates kept of each choice, for explaining."""
@@ -124,19 +134,21 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
     bases = _decode_bases(pool, ask, settings)
     if not bases:
         return None
-    remote = _remote(pool, ask, settings, bases)
+    lender = _lender(pool, ask, settings)
+    remote = _remote(pool, ask, settings, bases, lender)
     if not remote:
-        local = _local(pool, ask, settings, bases)
-        return _take(pool, ask, settings, local, [], len(bases), "no prefill worker")
+        local = _local(pool, ask, settings, bases, lender)
+        return _take(pool, ask, settings, local, [], len(bases), "no prefill worker", lender)
     best = min(map(_seconds, remote))
     short, advantage = settings.local_prefill_tokens, settings.local_advantage
     # Most decode workers would be too late even if they had the prompt computed for nothing.
     enough = (ask.tokens - short) / pool.block_size
-    hopeful = [base for base in bases if base[0] * (1.0 if base[3] >= enough else advantage) < best]
-    local = _local(pool, ask, settings, hopeful)
+    anyone = lender[1] >= enough
+    hopeful = [base for base in bases if base[0] * (1.0 if anyone or base[3] >= enough else advantage) < best]
+    local = _local(pool, ask, settings, hopeful, lender)
     near = [offer for offer in local if offer[0] * (1.0 if offer[4] <= short else advantage) < best]
     seen = len(remote) + len(bases)
-    return _take(pool, ask, settings, near or remote, remote if near else local, seen, "")
+    return _take(pool, ask, settings, near or remote, remote if near else local, seen, "", lender)
 
 
 def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool) -> Choice | None:
@@ -144,8 +156,9 @@ def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool)
     bases = _decode_bases(pool, ask, settings)
     if not bases:
         return None
-    offers = _with_ticket(pool, bases) if ticket else _local(pool, ask, settings, bases)
-    return _take(pool, ask, settings, offers, [], len(offers), "", among=len(pool.decode))
+    lender = _NOBODY if ticket else _lender(pool, ask, settings)
+    offers = _with_ticket(pool, bases) if ticket else _local(pool, ask, settings, bases, lender)
+    return _take(pool, ask, settings, offers, [], len(offers), "", lender, among=len(pool.decode))
 
 
 def _able(workers: Sequence[Standing], ask: Ask) -> list[Standing]:
@@ -178,23 +191,63 @@ def _with_ticket(pool: Pool, bases: list[_Base]) -> list[_Offer]:
     offers: list[_Offer] = []
     for seconds, work, worker, cached, lacks in bases:
         transfer = lacks * size / worker.pull_bytes_s
-        offers.append((seconds + transfer, work + transfer, worker, cached, 0, False, transfer))
+        offers.append((seconds + transfer, work + transfer, worker, cached, 0, False, transfer, 0))
     return offers
 
 
-def _local(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) -> list[_Offer]:
-    size, disturbance, needed = pool.block_size, settings.disturbance, ask.tokens
+_NOBODY: _Lender = (None, 0)
+
+
+def _lender(pool: Pool, ask: Ask, settings: CostSettings) -> _Lender:
+    """Of several with as much, one drawn by the request's own number."""
+    deepest = max(ask.matched.values(), default=0)
+    if not deepest or not settings.borrow_advantage:
+        return _NOBODY
+    able = [
+        (depth, worker)
+        for worker in (*pool.prefill, *pool.decode)
+        if (depth := ask.matched.get(worker.card.id, 0))
+        and worker.report is not None
+        and worker.card.incarnation not in ask.lost
+    ]
+    deepest = max([depth for depth, _ in able], default=0)
+    most = [worker for depth, worker in able if depth == deepest]
+    if not most:
+        return _NOBODY
+    return most[ask.tie % len(most)], min(deepest, (ask.tokens - 1) // pool.block_size)
+
+
+def _borrowed(
+    pool: Pool, settings: CostSettings, worker: Standing, more: int, compute_s: float
+) -> tuple[float, int]:
+    """Seconds to bring `more` blocks that take `compute_s` to compute, and how many; (0, 0) where that is
+    not clearly sooner."""
+    seconds = settings.borrow_s + more * pool.block_bytes / worker.pull_bytes_s
+    return (seconds, more) if seconds * settings.borrow_advantage < compute_s else (0.0, 0)
+
+
+def _local(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base], lender: _Lender) -> list[_Offer]:
+    size, disturbance, needed, held = pool.block_size, settings.disturbance, ask.tokens, lender[1]
     offers: list[_Offer] = []
     for seconds, work, worker, cached, _ in bases:
         tokens = needed - cached * size or 1  # The last token is computed even where all is cached.
-        compute = tokens / worker.prefill_tokens_s * (1 + disturbance * worker.sequences)
-        offers.append((seconds + compute, work + compute, worker, cached, tokens, True, 0.0))
+        each = (1 + disturbance * worker.sequences) / worker.prefill_tokens_s
+        transfer, come = 0.0, 0
+        if held > cached:
+            more = held - cached
+            transfer, come = _borrowed(pool, settings, worker, more, more * size * each)
+            tokens -= come * size
+        own = tokens * each + transfer
+        offers.append((seconds + own, work + own, worker, cached, tokens, True, transfer, come))
     return offers
 
 
-def _remote(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) -> list[_Offer]:
+def _remote(
+    pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base], lender: _Lender
+) -> list[_Offer]:
     """On prefill workers; whichever it is, the best decode worker follows."""
     size, per_block, needed, matched = pool.block_size, pool.block_bytes, ask.tokens, ask.matched
+    held = lender[1]
     after = settings.handoff_s + min(
         [seconds + lacks * per_block / worker.pull_bytes_s for seconds, _, worker, _, lacks in bases]
     )
@@ -203,8 +256,14 @@ def _remote(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base]) ->
         cached = matched.get(worker.card.id, 0)
         tokens = needed - cached * size or 1
         speed = worker.prefill_tokens_s
-        work = tokens / speed
-        offers.append((after + work + worker.queued_tokens / speed, work, worker, cached, tokens, False, 0.0))
+        transfer, come = 0.0, 0
+        if held > cached:
+            more = held - cached
+            transfer, come = _borrowed(pool, settings, worker, more, more * size / speed)
+            tokens -= come * size
+        work = tokens / speed + transfer
+        seconds = after + work + worker.queued_tokens / speed
+        offers.append((seconds, work, worker, cached, tokens, False, transfer, come))
     return offers
 
 
@@ -216,6 +275,7 @@ def _take(
     beaten: list[_Offer],
     seen: int,
     note: str,
+    lender: _Lender,
     among: int | None = None,
 ) -> Choice:
     """One of `offers`; `beaten` are out, and only shown. `among` how many workers there are."""
@@ -223,12 +283,14 @@ def _take(
     herd = settings.herd_share * (ask.routers - 1)
     limit = best[0] + settings.tie_s + best[1] * (settings.tie_share + herd)
     near = [offer for offer in offers if offer[0] <= limit]
-    chosen = best
+    # Nothing is moved to where it would only be as good.
+    near = [offer for offer in near if not offer[7]] or near
+    chosen = near[0]
     if len(near) > 1:
         first = ask.tie % len(near)
         second = (first + 1 + ask.tie // len(near) % (len(near) - 1)) % len(near)
         chosen = min(near[first], near[second], key=_busy)
-    seconds, _, worker, cached, tokens, local, transfer = chosen
+    seconds, _, worker, cached, tokens, local, transfer, come = chosen
     blocks = -(-ask.tokens // pool.block_size)
     told = worker.report is not None
     parts = [
@@ -239,7 +301,10 @@ def _take(
         parts.append(f"computes {tokens} tokens itself")
     if worker.card.role is Role.DECODE:
         parts.append(f"{worker.sequences:.0f} sequences")
-    if transfer:
+    holder = _holder(pool, lender) if come else None
+    if holder is not None:
+        parts.append(f"borrows {come} blocks of {holder.worker} in {transfer * 1000:.1f} ms")
+    elif transfer:
         parts.append(f"transfer {transfer * 1000:.1f} ms")
     if worker.blocks_free < blocks - cached:
         parts.append(f"only {worker.blocks_free:.0f} blocks free")
@@ -255,7 +320,17 @@ def _take(
         blocks=max(0, blocks + 1 - cached),
         why=", ".join(parts),
         considered=_considered(pool, settings, offers + beaten, chosen, seen, len(near), limit, among),
+        holder=holder,
+        borrow_s=transfer if come else 0.0,
     )
+
+
+def _holder(pool: Pool, lender: _Lender) -> Holder | None:
+    worker, blocks = lender
+    if worker is None:
+        return None
+    card = worker.card
+    return Holder(card.id, card.incarnation, card.transfer, pool.digest, blocks)
 
 
 def _considered(
@@ -277,7 +352,7 @@ def _considered(
 
 
 def _candidate(offer: _Offer, disturbance: float) -> Candidate:
-    seconds, _, worker, cached, tokens, local, transfer = offer
+    seconds, _, worker, cached, tokens, local, transfer, _ = offer
     speed = worker.prefill_tokens_s
     queue = worker.queued_tokens / speed
     compute = tokens / speed * (1 + disturbance * worker.sequences if local else 1)

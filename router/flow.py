@@ -93,8 +93,9 @@ class Flow:
         self.counters: Counter[str] = Counter()
         """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
         `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `early_legs`
-        (begun while the prompt was being computed), `early_handoffs` (of those, gone on with), `refusals` and
-        `failovers`; and of admission `queued` and `shed`."""
+        (begun while the prompt was being computed), `early_handoffs` (of those, gone on with), `borrows`
+        (legs that were told who caches their beginning), `refusals` and `failovers`; and of admission
+        `queued` and `shed`."""
         self._change = asyncio.Event()
         self._queued: dict[RequestId, _Run] = {}
         self._ticking: asyncio.TimerHandle | None = None
@@ -204,6 +205,8 @@ class _Run:
         self.generated: list[int] = []
         self.times = array("d")
         """When each of them was taken by the client, seconds since acceptance."""
+        self.logged = {"request": request.id}
+        """What its log lines are found by, here and at workers."""
         self.labels = flow.meters.labels(request.model, terms.slo_class)
         self.promised_ttft_s: float | None = None
         """As it was forecast when it came."""
@@ -578,8 +581,8 @@ class _Run:
         if self.ticket is not None:
             self._give_up_kv("nobody left can read the KV")
         if self.generated or best[1].local:
-            return *best, DecodeJob(0, request, tuple(self.generated), None)
-        return *best, PrefillJob(0, request, self.limits.early_handoff)
+            return *best, DecodeJob(0, request, tuple(self.generated), None, best[1].holder)
+        return *best, PrefillJob(0, request, self.limits.early_handoff, best[1].holder)
 
     def _give_up_kv(self, why: str) -> None:
         self._release()
@@ -604,6 +607,7 @@ class _Run:
             tie=self.tie,
             avoid=self.avoid | gone,
             routers=self.flow.roster.routers,
+            lost=(self.avoid - self.refused) | gone,
         )
 
     def _needed(self) -> int:
@@ -632,7 +636,11 @@ class _Run:
         self.record.move(state, now, choice.why, choice.worker, choice.considered)
         self.timeline.mark(stage, now)
         self.flow.counters[count] += 1
-        log.debug("request %s: %s at %s: %s", self.request.id, state, choice.worker, choice.why)
+        if job.holder is not None:
+            self.flow.counters["borrows"] += 1
+        log.debug(
+            "request %s: %s at %s: %s", self.request.id, state, choice.worker, choice.why, extra=self.logged
+        )
 
     def _nobody(self) -> FleetError:
         """Why no worker can take the request now."""
@@ -736,7 +744,7 @@ class _Run:
         else:
             self.lost += 1
             self.flow.counters["failovers"] += 1
-            log.warning("request %s: %s", self.request.id, error.message)
+            log.warning("request %s: %s", self.request.id, error.message, extra=self.logged)
             if self.lost > self.limits.max_failovers:
                 raise error
         state = HandoffState.RESERVED if self.ticket is None else HandoffState.READY

@@ -48,6 +48,7 @@ def forecast(pool: Pool, choice: Choice, answer: float, settings: CostSettings) 
     work = choice.tokens / speed
     if choice.local:
         work *= 1 + settings.disturbance * worker.sequences
+    work += choice.borrow_s
     coming = sum(one.sequences for one in pool.prefill) / len(pool.decode)
     gaps = max(1.0, answer - 1)
     if choice.local:

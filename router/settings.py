@@ -51,6 +51,10 @@ class CostSettings:
     prefill worker can, or when those are much slower."""
     local_advantage: float = 2.0
     """How many times sooner a decode worker must be done with a longer prompt for it to stay there."""
+    borrow_s: float = 0.005
+    """Seconds that bringing a cached beginning from another worker adds besides the bytes."""
+    borrow_advantage: float = 2.0
+    """How many times sooner that must be than computing it; 0: it is never brought."""
     disturbance: float = 0.1
     """Share of a local prompt's computing time by which each sequence decoding there is held up."""
     crowding: float = 0.02

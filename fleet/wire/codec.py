@@ -42,6 +42,7 @@ from fleet.handoff import (
     DecodeJob,
     Ended,
     Frame,
+    Holder,
     KvTicket,
     Lent,
     Prefilled,
@@ -336,6 +337,7 @@ _shape(Sampling, pb.Sampling)
 _shape(Constraint, pb.Constraint, text=_constraint)
 _shape(Request, pb.Request)
 _shape(KvTicket, pb.KvTicket)
+_shape(Holder, pb.Holder)
 _shape(Usage, pb.Usage)
 _TOKEN_LOGPROBS = _shape(TokenLogprobs, pb.TokenLogprobs, logprob=_logprob, top=_logprob)
 _TO_WORKER = _Union(

@@ -30,6 +30,7 @@ from fleet.handoff import (
     DecodeJob,
     Ended,
     Frame,
+    Holder,
     KvTicket,
     Lent,
     Prefilled,
@@ -112,11 +113,12 @@ TICKET = st.builds(
     tokens=COUNT,
     lease_s=FINITE,
 )
+HOLDER = st.builds(Holder, TEXT, TEXT, TEXT, TEXT, COUNT)
 LOGPROBS = st.builds(TokenLogprobs, logprob=LOGPROB, top=pairs(LOGPROB))
 FINISH = st.sampled_from(FinishReason)
 TO_WORKER = st.one_of(
-    st.builds(PrefillJob, COUNT, REQUEST, st.booleans()),
-    st.builds(DecodeJob, COUNT, REQUEST, COUNTS, st.none() | TICKET),
+    st.builds(PrefillJob, COUNT, REQUEST, st.booleans(), st.none() | HOLDER),
+    st.builds(DecodeJob, COUNT, REQUEST, COUNTS, st.none() | TICKET, st.none() | HOLDER),
     st.from_type(Cancel).map(lambda cancel: replace(cancel, stream=abs(cancel.stream) % NUMBER_LIMIT)),
     st.builds(Release, TEXT),
     st.builds(Proceed, COUNT, COUNTS),
@@ -241,9 +243,9 @@ def test_events_that_are_none_name_what_is_wrong() -> None:
 
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
-    drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 3, DecodeJob: 4, Started: 2, Prefilled: 6}
+    drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 4, DecodeJob: 5, Started: 2, Prefilled: 6}
     drawn |= {Token: 3, Ended: 6, Usage: 3, TokenLogprobs: 2, Frame: 6, Scored: 3, KvEvents: 4, KvSnapshot: 8}
-    drawn |= {Lent: 2, Proceed: 2, Renew: 1}
+    drawn |= {Lent: 2, Proceed: 2, Renew: 1, Holder: 5}
     drawn |= {RouterMoves: 6, Dispatch: 5, Settled: 2}
     drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn

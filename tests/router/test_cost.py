@@ -153,7 +153,8 @@ def test_a_shared_prefix_keeps_affinity_when_idle_and_is_spread_under_load(gap_s
     """Workers serve their queues in turn, 10,000 tokens a second; all prompts share 1,600 tokens."""
     cards = [card(f"p{n}", Role.PREFILL, max_tokens=100_000) for n in range(8)]
     roster = fleet(*cards, DECODE[0])
-    cost = replace(COST, local_advantage=1e9)
+    # Brought from elsewhere, a prefix is worth little: nothing is left to draw anybody.
+    cost = replace(COST, local_advantage=1e9, borrow_advantage=0.0)
     shared, own, speed = 100, 25, 10_000.0
     warm = {cards[0].id}
     free_at = dict.fromkeys((c.id for c in cards), 0.0)
@@ -182,3 +183,73 @@ def test_a_shared_prefix_keeps_affinity_when_idle_and_is_spread_under_load(gap_s
     else:
         assert max(work.values()) <= 1.5 * sum(work.values()) / len(cards)
         assert hits > 25
+
+
+FAR = replace(COST, local_prefill_tokens=0, local_advantage=1e9)
+
+
+def borrower(ask: Ask, loads: Mapping[str, Mapping[str, object]] = {}, **fields: object) -> Choice:
+    made = pool(fleet(*PREFILL[:2], DECODE[0], loads=loads))
+    return chosen(choose_prefill(made, ask, replace(FAR, **fields)))  # type: ignore[arg-type]
+
+
+def test_a_prefix_is_brought_where_its_holder_is_busy() -> None:
+    busy = {"p1": {"queued_tokens": 20_000}}
+    choice = borrower(ask(4000, {"p1": 240}), busy)
+    assert (choice.worker, choice.tokens) == ("p2", 160)
+    assert choice.holder is not None
+    assert (choice.holder.worker, choice.holder.blocks) == ("p1", 240)
+    assert choice.holder.fingerprint == pool(fleet(*PREFILL[:2], DECODE[0])).digest
+    assert "borrows 240 blocks of p1 in " in choice.why
+    assert choice.seconds < borrower(ask(4000, {"p1": 240}), busy, borrow_advantage=0.0).seconds
+
+
+def test_of_its_own_blocks_a_worker_brings_none_and_of_others_only_what_it_lacks() -> None:
+    assert borrower(ask(4000, {"p1": 240})).worker == "p1"
+    assert borrower(ask(4000, {"p1": 240})).holder is None
+    choice = borrower(ask(4000, {"p1": 240, "p2": 100}), {"p1": {"queued_tokens": 20_000}})
+    assert "100/250 blocks cached, borrows 140 blocks of p1" in choice.why
+
+
+@pytest.mark.parametrize("depth", [250, 240])
+def test_the_last_token_is_always_computed(depth: int) -> None:
+    choice = borrower(ask(4000, {"p1": depth}), {"p1": {"queued_tokens": 20_000}})
+    assert choice.holder is not None
+    assert choice.holder.blocks == min(depth, 249)
+    assert choice.tokens == 4000 - 16 * choice.holder.blocks > 0
+
+
+def test_it_is_computed_where_that_is_about_as_soon() -> None:
+    busy = {"queued_tokens": 20_000}
+    slow = {"p1": busy, "p2": {"pull_bytes_s": 1e6}}
+    assert borrower(ask(4000, {"p1": 240}), slow).holder is None
+    assert borrower(ask(4000, {"p1": 2}), {"p1": busy}).holder is None
+
+
+def test_decode_workers_bring_of_each_other_and_prefill_workers_of_them() -> None:
+    busy = {"d1": {"running": 60, "queued_tokens": 3000}}
+    made = pool(fleet(*DECODE[:2], loads=busy))
+    choice = chosen(choose_decode(made, ask(4000, {"d1": 240}), COST, ticket=False))
+    assert (choice.worker, choice.tokens) == ("d2", 160)
+    assert choice.holder is not None
+    assert choice.holder.worker == "d1"
+    choice = borrower(ask(4000, {"d1": 240}), busy)
+    assert choice.holder is not None
+    assert (choice.holder.worker, choice.local) == ("d1", False)
+    assert chosen(choose_decode(made, ask(4000, {"d1": 240}), COST, ticket=True)).holder is None
+
+
+def test_who_is_lost_or_silent_is_not_asked() -> None:
+    busy = {"p1": {"queued_tokens": 20_000}}
+    lost = PREFILL[0].incarnation
+    assert borrower(ask(4000, {"p1": 240}, avoid={lost}), busy).holder is not None, "only full"
+    assert borrower(ask(4000, {"p1": 240}, avoid={lost}, lost={lost}), busy).holder is None
+    made = pool(fleet(*PREFILL[:2], DECODE[0], unknown="p1"))
+    assert chosen(choose_prefill(made, ask(4000, {"p1": 240}, avoid={lost}), FAR)).holder is None
+
+
+def test_several_holders_are_asked_in_turn() -> None:
+    made = pool(fleet(*PREFILL, DECODE[0], loads={p: {"queued_tokens": 50_000} for p in ("p1", "p2")}))
+    choices = [chosen(choose_prefill(made, ask(4000, {"p1": 240, "p2": 240}, n), FAR)) for n in range(20)]
+    assert {choice.worker for choice in choices} == {"p3"}
+    assert {choice.holder.worker for choice in choices if choice.holder} == {"p1", "p2"}

@@ -198,28 +198,65 @@ class KvTicket(_message.Message):
 Global___KvTicket: _TypeAlias = KvTicket  # noqa: Y015
 
 @_typing.final
+class Holder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    incarnation: _builtins.str
+    address: _builtins.str
+    fingerprint: _builtins.str
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        address: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holder: _TypeAlias = Holder  # noqa: Y015
+
+@_typing.final
 class PrefillJob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STREAM_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     LEND_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     lend: _builtins.bool
     @_builtins.property
     def request(self) -> Global___Request: ...
+    @_builtins.property
+    def holder(self) -> Global___Holder: ...
     def __init__(
         self,
         *,
         stream: _builtins.int = ...,
         request: Global___Request | None = ...,
         lend: _builtins.bool = ...,
+        holder: Global___Holder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_holder", b"_holder", "holder", b"holder", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lend", b"lend", "request", b"request", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_holder", b"_holder", "holder", b"holder", "lend", b"lend", "request", b"request", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__holder: _TypeAlias = _typing.Literal["holder"]  # noqa: Y015
+    _WhichOneofArgType__holder: _TypeAlias = _typing.Literal["_holder", b"_holder"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__holder) -> _WhichOneofReturnType__holder | None: ...
 
 Global___PrefillJob: _TypeAlias = PrefillJob  # noqa: Y015
 
@@ -231,6 +268,7 @@ class DecodeJob(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     @_builtins.property
     def request(self) -> Global___Request: ...
@@ -238,6 +276,8 @@ class DecodeJob(_message.Message):
     def generated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def ticket(self) -> Global___KvTicket: ...
+    @_builtins.property
+    def holder(self) -> Global___Holder: ...
     def __init__(
         self,
         *,
@@ -245,13 +285,19 @@ class DecodeJob(_message.Message):
         request: Global___Request | None = ...,
         generated: _abc.Iterable[_builtins.int] | None = ...,
         ticket: Global___KvTicket | None = ...,
+        holder: Global___Holder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ticket", b"_ticket", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_holder", b"_holder", "_ticket", b"_ticket", "holder", b"holder", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ticket", b"_ticket", "generated", b"generated", "request", b"request", "stream", b"stream", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_holder", b"_holder", "_ticket", b"_ticket", "generated", b"generated", "holder", b"holder", "request", b"request", "stream", b"stream", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__holder: _TypeAlias = _typing.Literal["holder"]  # noqa: Y015
+    _WhichOneofArgType__holder: _TypeAlias = _typing.Literal["_holder", b"_holder"]  # noqa: Y015
     _WhichOneofReturnType__ticket: _TypeAlias = _typing.Literal["ticket"]  # noqa: Y015
     _WhichOneofArgType__ticket: _TypeAlias = _typing.Literal["_ticket", b"_ticket"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__holder) -> _WhichOneofReturnType__holder | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ticket) -> _WhichOneofReturnType__ticket | None: ...
 
 Global___DecodeJob: _TypeAlias = DecodeJob  # noqa: Y015

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_worker.pull_speed import PullSpeed
+from kv_transfer.pull_speed import PullSpeed
 
 
 def test_unknown_until_measured_and_again_when_it_is_old_news() -> None:
