@@ -62,7 +62,8 @@ class Intake:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not isinstance(error, FleetError):
-            log.error("request %s: taking it on broke", stream.job.request.id, exc_info=error)
+            id = stream.job.request.id
+            log.error("request %s: taking it on broke", id, exc_info=error, extra={"request": id})
             self._engine.cancel(stream.id)
             error = Internal(f"taking the request on broke: {type(error).__name__}")
         stream.failed(error)

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -24,9 +23,6 @@ from prometheus_client.registry import Collector
 
 from fleet.metrics import Buckets, Family, Kind
 from fleet.vllm_names import aliases
-
-REQUEST: ContextVar[str] = ContextVar("request")
-"""Id of the request that the running task serves: every log line of it shows the id."""
 
 
 class LogLevel(StrEnum):
@@ -81,10 +77,7 @@ class _Json(logging.Formatter):
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    extra = {name: value for name, value in vars(record).items() if name not in _PLAIN}
-    if (request := REQUEST.get(None)) is not None:
-        extra.setdefault("request", request)
-    return extra
+    return {name: value for name, value in vars(record).items() if name not in _PLAIN}
 
 
 def set_up_logging(settings: LogSettings, stream: TextIO | None = None) -> None:

@@ -19,9 +19,11 @@ from fleet.life import Life, run_process
 from fleet.model_files import resolve
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, SettingsError, load_or_exit
+from fleet.tracing import Tracer, TraceSettings
 from fleet.wire.network import NetworkWire
 from fleet.wire.session import WireSettings
 from router.exposition import families, targets
+from router.openai.access_log import AccessLog
 from router.openai.asgi import Ingress
 from router.openai.keys_file import KeysFile
 from router.openai.server import HttpServer
@@ -53,6 +55,7 @@ class RouterProcessSettings(RouterSettings):
     http: HttpSettings = field(default_factory=HttpSettings)
     text: TextSettings = field(default_factory=TextSettings)
     wire: WireSettings = field(default_factory=WireSettings)
+    trace: TraceSettings = field(default_factory=TraceSettings)
 
 
 def load_text(settings: RouterProcessSettings) -> tuple[str, ModelText]:
@@ -112,6 +115,14 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             records=router.flow.records,
             name=id,
         )
+        if settings.http.access_log:
+            written = AccessLog()
+            stack.callback(written.close)
+            ingress.finished.append(written.tell)
+        if settings.trace.endpoint:
+            ingress.tracer = Tracer(settings.trace, instance=id)
+            # Sending what is left may take seconds, and the loop has other things to end.
+            stack.push_async_callback(asyncio.to_thread, ingress.tracer.close)
         clock = asyncio.get_running_loop().time
         ingress.metrics.beside.append(lambda: families(router.flow, router.counters, clock()))
         ingress.targets = lambda: targets(router.flow, control.fleet)

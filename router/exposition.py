@@ -19,6 +19,7 @@ DECISIONS: Mapping[str, str] = {
     "prefills_local": "local",
     "handoffs": "handoff",
     "early_legs": "early",
+    "borrows": "borrowed",
 }
 """Counter of the flow → why a worker was chosen."""
 WATCHED = (
@@ -82,7 +83,8 @@ def _choices(flow: Flow) -> Iterable[Family]:
     counted = flow.counters
     yield counter("pdfleet_router_decisions",
                   "Workers chosen: remote (a prefill worker), local (a decode worker computes the prompt), "
-                  "handoff (a decode worker goes on), early (one brings KV while the prompt is computed).",
+                  "handoff (a decode worker goes on), early (one brings KV while the prompt is computed), "
+                  "borrowed (with what another one caches).",
                   ("reason",), {(reason,): counted[name] for name, reason in DECISIONS.items()})  # fmt: skip
     yield counter("pdfleet_router_events",
                   "Early hand-offs gone on with; workers' refusals; workers lost; requests queued and shed.",

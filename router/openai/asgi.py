@@ -18,7 +18,7 @@ from fleet.handoff import CancelReason
 from fleet.ids import new_request_id
 from fleet.objectives import CLASSES, STANDARD, Objectives
 from fleet.stages import Stage, Timeline
-from fleet.telemetry import REQUEST
+from fleet.tracing import TRACEPARENT, Trace, Tracer
 from router.openai import chat, completions, responses, tokens
 from router.openai.app import admin_app
 from router.openai.callers import ANYBODY, CALLER, Caller, Callers
@@ -35,6 +35,7 @@ from router.openai.errors import (
     error_headers,
 )
 from router.openai.explain import Explained
+from router.openai.finished import Finished
 from router.openai.job import Endpoint, include_usage
 from router.openai.messages import ChatBody, CompletionBody, decode
 from router.openai.metrics import OTHER, Metrics
@@ -42,6 +43,7 @@ from router.openai.protocol import ABORT
 from router.openai.responses import ResponsesBody
 from router.openai.settings import HttpSettings
 from router.openai.stream import Choice, Job, follow_all
+from router.openai.traces import end_trace
 from router.record import Records
 from router.run import Spine
 from router.text.answer import LoggedToken
@@ -100,6 +102,10 @@ class Ingress:
         self.metrics = Metrics(settings.vllm_names)
         self.targets: Callable[[], list[dict[str, object]]] = list
         """Where the workers of the fleet tell their figures; none are known here."""
+        self.tracer: Tracer | None = None
+        self.finished: list[Callable[[Finished], None]] = []
+        """Who is told of each request that is over."""
+        self.records = records
         self.draining = False
         """Set when the process is about to leave: not ready any more."""
         self.exchanges: set[_Exchange] = set()
@@ -254,6 +260,8 @@ class _Exchange:
         "_scope",
         "_send",
         "_started",
+        "_status",
+        "_trace",
         "_writing",
         "id",
         "length",
@@ -285,6 +293,7 @@ class _Exchange:
         """Held while a stream's head is sent: nothing may come before it."""
         self._started = False
         """Whether the response has begun: its status cannot change any more."""
+        self._status = 0
         self._headed = False
         """Whether the stream's head was sent."""
         self._writing = 0
@@ -296,6 +305,10 @@ class _Exchange:
         self._ping: asyncio.Task[None] | None = None
         self.id = new_request_id().encode()
         self.length = 0
+        self._trace: Trace | None = None
+        if ingress.tracer is not None and prepare is not None:
+            parent = next((value for name, value in scope["headers"] if name == TRACEPARENT), None)
+            self._trace = ingress.tracer.begin(f"POST {path}", parent)
         self.refused = self._look_at_headers()
 
     # -- before the body
@@ -352,7 +365,6 @@ class _Exchange:
 
     async def serve(self) -> None:
         ingress, metrics, quota = self._ingress, self._ingress.metrics, self._caller.quota
-        REQUEST.set(self.id.decode())
         ingress.exchanges.add(self)
         metrics.began(self._route)
         watch: asyncio.Task[None] | None = None
@@ -385,7 +397,7 @@ class _Exchange:
                 await self._fail(error)
         except Exception:
             # The root of a request: a defect in one must neither be silent nor end others.
-            log.exception("request %s failed", self.id.decode())
+            log.exception("request %s failed", self.id.decode(), extra=self._logged())
             outcome = "defect"
             await self._fail(defect())
         finally:
@@ -400,6 +412,26 @@ class _Exchange:
             await self.stop(CancelReason.CLIENT)
             if self._job is not None and quota is not None:
                 quota.used(self._job.consumed())
+            if ingress.finished or self._trace is not None:
+                self._tell(outcome)
+
+    def _tell(self, outcome: str) -> None:
+        """Writes down what became of it."""
+        finished = Finished(
+            id=self.id.decode(),
+            route=self._route,
+            status=self._status,
+            outcome=outcome,
+            began=self._began,
+            ended=self._now(),
+            terms=self._caller.terms,
+            job=self._job,
+            records=self._ingress.records,
+        )
+        for tell in self._ingress.finished:
+            tell(finished)
+        if self._trace is not None and self._trace.sampled:
+            end_trace(self._trace, finished)
 
     async def _read(self) -> bytes:
         """The body. Counted as it comes: what its length header says is only believed when it is too much."""
@@ -506,11 +538,23 @@ class _Exchange:
         finally:
             self._writing -= 1
 
+    def _logged(self) -> dict[str, object]:
+        """By what its lines are found: its own id, and those that workers know its answers by."""
+        answers = [choice.request.id for choice in self._job.choices] if self._job is not None else []
+        return {"http_request": self.id.decode(), "request": ",".join(answers)}
+
+    def _named(self) -> Headers:
+        """What the request is called, here and in its trace."""
+        if self._trace is None:
+            return [(b"x-request-id", self.id)]
+        return [(b"x-request-id", self.id), (TRACEPARENT, self._trace.traceparent)]
+
     async def _begin_stream(self) -> None:
         self._started = True
         async with self._lock:
             if not self._headed:
-                headers = [*_EVENTS, (b"x-request-id", self.id)]
+                headers = [*_EVENTS, *self._named()]
+                self._status = 200
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._headed = True
 
@@ -521,7 +565,7 @@ class _Exchange:
             return
         if self._writing:
             if now - self._last > settings.write_timeout_s and (abort := self._scope.get(ABORT)):
-                log.warning("request %s: its client reads no more", self.id.decode())
+                log.warning("request %s: its client reads no more", self.id.decode(), extra=self._logged())
                 abort()
         elif settings.ping_s and now - max(self._last, self._began) >= settings.ping_s:
             self._last = now
@@ -539,7 +583,8 @@ class _Exchange:
 
     async def _respond(self, status: int, body: bytes, headers: Headers, linger: bool = False) -> None:
         self._started = True
-        headers = [*headers, (b"content-length", str(len(body)).encode()), (b"x-request-id", self.id)]
+        headers = [*headers, (b"content-length", str(len(body)).encode()), *self._named()]
+        self._status = status
         if linger:
             headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

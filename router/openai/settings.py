@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-_MAY_BE_ZERO = ("port", "open_metrics", "vllm_names", "client_templates", "ping_s", "drain_limit_s")
+_MAY_BE_ZERO = (
+    "port",
+    "open_metrics",
+    "access_log",
+    "vllm_names",
+    "client_templates",
+    "ping_s",
+    "drain_limit_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,8 @@ class HttpSettings:
     are seen by everybody on the machine: prefer the environment."""
     open_metrics: bool = False
     """Whether /metrics and /fleet/targets need no key either."""
+    access_log: bool = False
+    """Whether each request is told in a line of JSON on standard output: see docs/metrics.md."""
     vllm_names: bool = False
     """Whether figures that vLLM has too are also told under its names: see docs/metrics.md."""
     cors_origins: tuple[str, ...] = ()

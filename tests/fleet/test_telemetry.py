@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.metrics import Buckets, Family, Kind, counter, gauge, histogram, value
-from fleet.telemetry import REQUEST, LogFormat, LogLevel, LogSettings, page, set_up_logging
+from fleet.telemetry import LogFormat, LogLevel, LogSettings, page, set_up_logging
 
 
 @pytest.fixture(autouse=True)
@@ -57,16 +57,6 @@ def test_json_lines_are_one_object_each() -> None:
 def test_the_level_holds() -> None:
     assert len(lines(LogSettings(level=LogLevel.ERROR, format=LogFormat.JSON))) == 1
     assert "hidden" in lines(LogSettings(level=LogLevel.DEBUG))[0]
-
-
-def test_lines_of_a_request_show_its_id() -> None:
-    token = REQUEST.set("r7")
-    try:
-        first, second = map(json.loads, lines(LogSettings(format=LogFormat.JSON)))
-    finally:
-        REQUEST.reset(token)
-    assert first["request"] == "r1", "what the line says itself stands"
-    assert second["request"] == "r7"
 
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -1,0 +1,84 @@
+"""A request's tree of spans, from its timeline and the record of its way through the fleet.
+
+Workers make no spans of their own: they tell the router the stages that they reach, with their tokens, so
+that one clock times the whole and nothing more crosses the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet.stages import Stage
+from fleet.tracing import Attributes, Trace
+from router.openai.finished import Finished
+from router.openai.stream import Choice
+from router.record import HandoffRecord, HandoffState
+
+
+def end_trace(trace: Trace, finished: Finished) -> None:
+    """Adds what became of it, and ends it."""
+    trace.over(finished.ended)
+    answers = list(finished.answers())
+    for choice, record in answers:
+        _answer(trace, choice, record, finished.ended, len(answers) > 1)
+    attributes: dict[str, str | bool | int | float] = {
+        "http.request.method": "POST",
+        "http.route": finished.route,
+        "http.response.status_code": finished.status,
+        "pdfleet.request": finished.id,
+        "pdfleet.outcome": finished.outcome,
+        "pdfleet.class": finished.terms.slo_class,
+        "pdfleet.tenant": finished.terms.tenant,
+    }
+    if finished.job is not None:
+        attributes |= {
+            "gen_ai.request.model": finished.job.choices[0].request.model,
+            "gen_ai.usage.input_tokens": sum(len(c.request.prompt) for c in finished.job.choices if c.first),
+            "gen_ai.usage.output_tokens": sum(choice.answer.tokens for choice in finished.job.choices),
+        }
+    trace.end(attributes, finished.outcome if finished.ours else "")
+
+
+def _answer(trace: Trace, choice: Choice, record: HandoffRecord | None, ended: float, grouped: bool) -> None:
+    """Its parts, under a span of their own where a request has several answers."""
+    if choice.timeline is None:
+        return
+    start, marks = choice.timeline.start, choice.timeline.marks
+    parent: Any = None
+
+    def part(name: str, begin: float | None, end: float | None, attributes: Attributes) -> Any:
+        """Of seconds since acceptance; one that was not reached is no span, one not left ends with all."""
+        if begin is None:
+            return None
+        until = ended if end is None else start + end
+        return trace.span(name, start + begin, until, attributes, parent)
+
+    if grouped:
+        parent = part("answer", 0.0, marks.get(Stage.ENDED), {"pdfleet.answer": choice.index})
+    tokenized, sent, first = (
+        marks.get(stage) for stage in (Stage.TOKENIZED, Stage.PREFILL_SENT, Stage.FIRST_TOKEN)
+    )
+    part(
+        "ingress", marks.get(Stage.ACCEPTED), tokenized, {"pdfleet.prompt_tokens": len(choice.request.prompt)}
+    )
+    decided = record.admission if record is not None else []
+    admitted = decided[-1]["at_s"] if decided else tokenized
+    if decided:
+        part("admission", tokenized, admitted, {"pdfleet.why": "; ".join(str(one["why"]) for one in decided)})
+    if sent is not None:
+        part("route", admitted, sent, _chosen(record, HandoffState.PREFILLING))
+    queued = marks.get(Stage.PREFILL_STARTED)
+    waited = {"pdfleet.queued_s": queued - sent} if queued is not None and sent is not None else {}
+    part("prefill", sent, first, {**waited, **_chosen(record, HandoffState.PREFILLING)})
+    part("transfer", marks.get(Stage.PULL_STARTED), marks.get(Stage.PULL_ENDED), {})
+    handed, over = marks.get(Stage.DECODE_SENT), marks.get(Stage.ENDED)
+    part("decode", handed if handed is not None else first, over, _chosen(record, HandoffState.PULLING))
+    part("stream", first, over, {"pdfleet.completion_tokens": choice.answer.tokens})
+
+
+def _chosen(record: HandoffRecord | None, state: HandoffState) -> Attributes:
+    """The worker of the last step into that state, and why it was chosen."""
+    for step in reversed(record.transitions if record is not None else ()):
+        if step.state is state and step.worker is not None:
+            return {"pdfleet.worker": step.worker, "pdfleet.why": step.why}
+    return {}

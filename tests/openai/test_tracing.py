@@ -1,0 +1,153 @@
+"""One tree of spans a request, with its parent's trace; none where none is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from http_front import listening
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from whole_fleet import MODEL, Box
+
+from fleet.tracing import Tracer, TraceSettings
+from router.settings import CostSettings, RouterSettings
+
+SPLIT = RouterSettings(cost=CostSettings(local_prefill_tokens=0, local_advantage=1e9))
+BODY = {"model": MODEL, "prompt": "some words " * 9, "max_tokens": 5, "ignore_eos": True}
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-{flags}"
+
+
+@asynccontextmanager
+async def traced(
+    tokenizer_json: str, ratio: float
+) -> AsyncIterator[tuple[httpx.AsyncClient, InMemorySpanExporter]]:
+    spans = InMemorySpanExporter()
+    async with Box(1, 1, router=SPLIT) as box, listening(box, tokenizer_json) as (ingress, port):
+        ingress.tracer = Tracer(TraceSettings(ratio=ratio), spans)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            yield client, spans
+        async with asyncio.timeout(20):
+            while ingress.exchanges:
+                await asyncio.sleep(0.001)
+        ingress.tracer.close()
+
+
+async def roots(spans: InMemorySpanExporter, count: int) -> list[ReadableSpan]:
+    """When so many requests are over: a client has its answer a moment before."""
+    async with asyncio.timeout(20):
+        while True:
+            found = [one for one in spans.get_finished_spans() if one.name.startswith("POST")]
+            if len(found) == count:
+                return found
+            await asyncio.sleep(0.001)
+
+
+def test_one_tree_a_request(tokenizer_json: str) -> None:
+    async def main() -> None:
+        async with traced(tokenizer_json, 1.0) as (client, spans):
+            answer = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+            (root,) = await roots(spans, 1)
+            tree = {span.name: span for span in spans.get_finished_spans()}
+            assert tree.keys() == {
+                *("POST /v1/completions", "ingress", "admission", "route"),
+                *("prefill", "transfer", "decode", "stream"),
+            }  # fmt: skip
+            assert len({span.context.trace_id for span in tree.values()}) == 1
+            assert root.parent is None
+            for name, span in tree.items():
+                assert span is root or span.parent == root.context, name
+                times = (root.start_time, span.start_time, span.end_time, root.end_time)
+                assert sorted(at or 0 for at in times) == list(times), name
+            assert tree["prefill"].start_time <= tree["decode"].start_time  # type: ignore[operator]
+            assert tree["prefill"].attributes is not None
+            assert tree["prefill"].attributes["pdfleet.worker"] == "prefill-0"
+            assert "queued tokens" in str(tree["route"].attributes["pdfleet.why"])  # type: ignore[index]
+            assert tree["decode"].attributes["pdfleet.worker"] == "decode-0"  # type: ignore[index]
+            told = root.attributes
+            assert told is not None
+            assert (told["pdfleet.request"], told["pdfleet.outcome"]) == ("mine", "length")
+            assert (told["http.response.status_code"], told["gen_ai.usage.output_tokens"]) == (200, 5)
+            _, trace, span, flags = answer.headers["traceparent"].split("-")
+            assert (trace, span) == (f"{root.context.trace_id:032x}", f"{root.context.span_id:016x}")
+            assert int(flags, 16) & 1
+
+    asyncio.run(main())
+
+
+def test_answers_of_one_request_have_each_its_own_branch(tokenizer_json: str) -> None:
+    async def main() -> None:
+        async with traced(tokenizer_json, 1.0) as (client, spans):
+            await client.post("/v1/completions", json={**BODY, "n": 2, "stream": True})
+            (root,) = await roots(spans, 1)
+            branches = [span for span in spans.get_finished_spans() if span.name == "answer"]
+            assert [span.parent for span in branches] == [root.context] * 2
+            for branch in branches:
+                under = {span.name for span in spans.get_finished_spans() if span.parent == branch.context}
+                assert {"prefill", "decode", "stream"} <= under
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("flags", "ratio", "kept"), [("01", 0.0, 1), ("00", 1.0, 0), (None, 0.0, 0)])
+def test_a_request_is_traced_as_its_parent_is(
+    tokenizer_json: str, flags: str | None, ratio: float, kept: int
+) -> None:
+    async def main() -> None:
+        async with traced(tokenizer_json, ratio) as (client, spans):
+            headers = {} if flags is None else {"traceparent": PARENT.format(flags=flags)}
+            answer = await client.post("/v1/completions", json=BODY, headers=headers)
+            found = await roots(spans, kept)
+            said = answer.headers["traceparent"].split("-")
+            assert int(said[3], 16) & 1 == kept
+            if flags is not None:
+                assert said[1] == "4bf92f3577b34da6a3ce929d0e0e4736"
+            for root in found:
+                assert root.parent is not None
+                assert f"{root.parent.span_id:016x}" == "00f067aa0ba902b7"
+
+    asyncio.run(main())
+
+
+def test_a_broken_parent_is_none(tokenizer_json: str) -> None:
+    async def main() -> None:
+        async with traced(tokenizer_json, 1.0) as (client, spans):
+            for parent in ("x", "00-" + "0" * 32 + "-00f067aa0ba902b7-01", "\u00ff" * 55, "a" * 4000):
+                made = httpx.Headers([(b"traceparent", parent.encode("latin-1"))])
+                answer = await client.post("/v1/completions", json=BODY, headers=made)
+                assert answer.status_code == 200
+            assert all(root.parent is None for root in await roots(spans, 4))
+
+    asyncio.run(main())
+
+
+def test_what_failed_here_says_so(tokenizer_json: str) -> None:
+    async def main() -> None:
+        async with traced(tokenizer_json, 1.0) as (client, spans):
+            assert (await client.post("/v1/completions", json={**BODY, "n": 0})).status_code == 400
+            body = {**BODY, "max_tokens": 1500}
+            late = await client.post("/v1/completions", json=body, headers={"x-deadline-ms": "30"})
+            assert late.status_code == 504
+            wrong, failed = await roots(spans, 2)
+            assert wrong.status.is_ok or wrong.status.is_unset
+            assert failed.status.description == "DeadlineExceeded"
+
+    asyncio.run(main())
+
+
+def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
+    loaded = "import sys, router.__main__; print(any(m.startswith('opentelemetry.sdk') for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize("wrong", [{"endpoint": "localhost:4318"}, {"ratio": 1.5}, {"ratio": -0.1}])
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TraceSettings(**wrong)
