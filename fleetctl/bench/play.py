@@ -22,11 +22,13 @@ import uvloop
 
 from fleet.errors import BadRequest, FleetError, Internal, Unavailable
 from fleet.goodput import End, Histogram, Outcome, Percentiles, Tally, attains
-from fleet.workload import Conversation, Turn
+from fleet.workload import Conversation, Piece, Turn
 from fleetctl.bench.client import Client, Heard
 from fleetctl.bench.plan import Plan
-from fleetctl.bench.prompts import COMMON, COUNT, Texts, words_for
+from fleetctl.bench.prompts import Texts, Vocabulary, words_for
 from fleetctl.bench.words import Record, Server
+
+_PLAIN = Vocabulary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Probe:
 
     model: str
     ignore_eos: bool
+    tokens_per_word: float
+    """As the server counts the words that prompts are made of; 1 where it does not tell."""
     requests: int
     """Sent for it."""
 
@@ -95,10 +99,8 @@ def trace_lines(path: str) -> Iterator[str]:
             raise BadRequest(f"the trace {path} cannot be read: {error}", param="trace") from None
 
 
-def texts(tokenizer: str) -> Texts:
-    """Of words that are one token each for the tokenizer in that file or folder; empty: as they are."""
-    if not tokenizer:
-        return Texts(COMMON[:COUNT])
+def whole_words(tokenizer: str) -> Vocabulary:
+    """Vocabulary that are one token each for the tokenizer in that file or folder."""
     from tokenizers import Tokenizer
 
     path = Path(tokenizer)
@@ -107,22 +109,26 @@ def texts(tokenizer: str) -> Texts:
         raise BadRequest(f"there is no tokenizer at {path}", param="tokenizer")
     try:
         encode = Tokenizer.from_file(str(path)).encode
-        return Texts(words_for(lambda text: len(encode(text, add_special_tokens=False).ids)))
+        return Vocabulary(words_for(lambda text: len(encode(text, add_special_tokens=False).ids)))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise BadRequest(f"tokenizer {path}: {error}", param="tokenizer") from None
 
 
 async def probe(server: Server) -> Probe:
-    """Finds the model, and whether the server knows `ignore_eos`. Raises `Unavailable` or `BadRequest` that
-    says why nothing can be measured."""
+    """Finds the model, whether the server knows `ignore_eos`, and how it counts words. Raises `Unavailable`
+    or `BadRequest` that says why nothing can be measured."""
     client = Client(server)
     try:
         model = server.model or await _first_model(client, server)
+        named = replace(server, model=model)
         for requests, ignore_eos in enumerate((True, False), 1):
-            body = {**body_of(replace(server, model=model), 2, ignore_eos), **_said(server, " hello", [])}
-            heard = await client.stream(client.request(body))
+            heard = await _ask_words(client, named, 8, ignore_eos)
             if heard.end is End.FINISHED:
-                return Probe(model, ignore_eos, requests)
+                more = await _ask_words(client, named, 136, ignore_eos)
+                few, many = _prompt_tokens(heard), _prompt_tokens(more)
+                # The template's tokens are in both.
+                per_word = (many - few) / 128 if 0 < few < many else 1.0
+                return Probe(model, ignore_eos, per_word, requests + 1)
             if heard.end is not End.INVALID:
                 break
         assert heard.failure is not None, "only a finished request has none"
@@ -132,6 +138,16 @@ async def probe(server: Server) -> Probe:
         raise Unavailable(f"{server.url} does not answer a first request: {why}")
     finally:
         client.close()
+
+
+def _prompt_tokens(heard: Heard) -> int:
+    """0: the server did not tell."""
+    return (heard.usage.prompt_tokens or 0) if heard.usage is not None else 0
+
+
+async def _ask_words(client: Client, server: Server, count: int, ignore_eos: bool) -> Heard:
+    said = _said(server, Texts(_PLAIN).piece(Piece(f"probe {count}", count)), [])
+    return await client.stream(client.request(body_of(server, 2, ignore_eos) | said))
 
 
 async def _first_model(client: Client, server: Server) -> str:
@@ -317,7 +333,7 @@ class Player:
 
 
 def in_process(
-    server: Server, plan: Plan, tokenizer: str = "", watch: Callable[[Snapshot], None] | None = None
+    server: Server, plan: Plan, words: Vocabulary = _PLAIN, watch: Callable[[Snapshot], None] | None = None
 ) -> Run:
     """Plays it in a process of its own, which draws nothing and writes nothing meanwhile.
 
@@ -328,7 +344,7 @@ def in_process(
     # Two pipes: a loop that watches one makes it non-blocking, and records are sent at once.
     said_here, saying = context.Pipe(duplex=False)
     asked, asking = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(asked, saying, server, plan, tokenizer), daemon=True)
+    process = context.Process(target=_child, args=(asked, saying, server, plan, words), daemon=True)
     process.start()
     saying.close()
     asked.close()
@@ -362,22 +378,22 @@ def in_process(
             process.join()
 
 
-def _child(asked: Connection, saying: Connection, server: Server, plan: Plan, tokenizer: str) -> None:
+def _child(asked: Connection, saying: Connection, server: Server, plan: Plan, words: Vocabulary) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # Each running request is a connection.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        saying.send(uvloop.run(_run(asked, saying, server, plan, tokenizer)))
+        saying.send(uvloop.run(_run(asked, saying, server, plan, words)))
     except FleetError as error:
         saying.send(error)
     except ValueError as error:
         saying.send(BadRequest(str(error)))
 
 
-async def _run(asked: Connection, saying: Connection, server: Server, plan: Plan, tokenizer: str) -> Run:
-    player = Player(server, plan, texts(tokenizer))
+async def _run(asked: Connection, saying: Connection, server: Server, plan: Plan, words: Vocabulary) -> Run:
+    player = Player(server, plan, Texts(words))
     loop = asyncio.get_running_loop()
 
     def asked_to_stop() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from fleet.workload import Piece
 
 COUNT = 256
-"""Words in use: one byte of noise chooses one."""
+"""Vocabulary in use: one byte of noise chooses one."""
 
 _COMMON = """
 time year people way day man thing woman life child world school state family student group country
@@ -57,24 +58,36 @@ def words_for(count: Callable[[str], int], candidates: Sequence[str] = COMMON) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What texts are made of."""
+
+    words: tuple[str, ...] = COMMON[:COUNT]
+    tokens_per_word: float = 1.0
+    """On average: more where the server's vocabulary is a small one."""
+
+    def __post_init__(self) -> None:
+        if len(self.words) != COUNT or not self.tokens_per_word > 0:
+            raise ValueError(f"{COUNT} words are needed, of more than 0 tokens each")
+
+
 class Texts:
     """Makes texts of pieces."""
 
-    def __init__(self, words: Sequence[str] = COMMON[:COUNT]) -> None:
-        if len(words) != COUNT:
-            raise ValueError(f"{COUNT} words are needed, not {len(words)}")
-        spaced = [f" {word}" for word in words]
+    def __init__(self, words: Vocabulary) -> None:
+        spaced = [f" {word}" for word in words.words]
+        self._per_word = words.tokens_per_word
         # Blocks of traces come again and again; a MiB or so of text is kept.
-        self._made = lru_cache(maxsize=512)(lambda key, tokens: _text(spaced, key, tokens))
+        self._made = lru_cache(maxsize=512)(lambda key, count: _text(spaced, key, count))
 
     def piece(self, piece: Piece) -> str:
-        """As many words as tokens; a shorter piece of one key is the beginning of a longer one."""
-        return self._made(piece.key, piece.tokens)
+        """Of as many tokens, at least a word; a shorter piece of one key is the beginning of a longer one."""
+        return self._made(piece.key, max(1, round(piece.tokens / self._per_word)))
 
     def pieces(self, pieces: Sequence[Piece]) -> str:
         return "".join(map(self.piece, pieces))
 
 
-def _text(words: Sequence[str], key: str, tokens: int) -> str:
-    noise = hashlib.shake_128(key.encode()).digest(tokens)
+def _text(words: Sequence[str], key: str, count: int) -> str:
+    noise = hashlib.shake_128(key.encode()).digest(count)
     return "".join(map(words.__getitem__, noise))

@@ -90,17 +90,24 @@ class Search:
         """The lowest rate that failed."""
         return min((rate for rate in self._rates() if self.verdict(rate) is False), default=None)
 
+    @property
+    def reach(self) -> float | None:
+        """The lowest rate at which the generator never kept up, so that nobody knows whether it passes."""
+        return min((rate for rate in self._rates() if self._out_of_reach(rate)), default=None)
+
     def next(self) -> Next:
         """What to run now, and why."""
         settings = self.settings
-        if self.trials and not self.trials[-1].kept_up:
-            return Next(None, f"at {self.trials[-1].rate:.4g}/s the generator itself did not keep up")
-        if self.trials and self.verdict(self.trials[-1].rate) is None:
-            rate = self.trials[-1].rate
-            return Next(rate, f"{rate:.4g}/s is too close to call: again")
-        passed, failed = self.passed, self.failed
-        if passed is None and failed is None:
+        if not self.trials:
             return Next(settings.start, "the first rate")
+        last = self.trials[-1]
+        if self.verdict(last.rate) is None and not self._out_of_reach(last.rate):
+            why = "is too close to call" if last.kept_up else "was too much for the generator in this run"
+            return Next(last.rate, f"{last.rate:.4g}/s {why}: again")
+        passed, failed, reach = self.passed, self.failed, self.reach
+        fails = "fails"
+        if reach is not None and (failed is None or reach < failed):
+            failed, fails = reach, "is more than the generator can do here"
         if failed is None:
             assert passed is not None
             if passed >= settings.most:
@@ -108,28 +115,33 @@ class Search:
             return Next(min(passed * 2, settings.most), f"{passed:.4g}/s passes: twice as much")
         if passed is None:
             if failed <= settings.least:
-                return Next(None, f"even {settings.least:.4g}/s, the least that these runs can tell, fails")
-            return Next(max(failed / 2, settings.least), f"{failed:.4g}/s fails: half as much")
+                return Next(None, f"even {settings.least:.4g}/s, the least that these runs can tell, {fails}")
+            return Next(max(failed / 2, settings.least), f"{failed:.4g}/s {fails}: half as much")
         if failed <= passed * (1 + settings.tolerance):
-            return Next(None, f"{passed:.4g}/s passes and {failed:.4g}/s fails")
+            return Next(None, f"{passed:.4g}/s passes and {failed:.4g}/s {fails}")
         return Next(math.sqrt(passed * failed), f"between {passed:.4g}/s, which passes, and {failed:.4g}/s")
 
     def verdict(self, rate: float) -> bool | None:
         """Whether a rate passes, all its runs together; None: not clear yet, or never tried."""
-        here = [one for one in self.trials if one.rate == rate and one.kept_up]
+        tried = [one for one in self.trials if one.rate == rate]
+        here = [one for one in tried if one.kept_up]
         attained, missed = sum(one.attained for one in here), sum(one.missed for one in here)
         if not attained + missed:
             # Runs in which nothing could be counted attain nothing.
-            return False if here else None
+            return False if here and len(tried) >= self.settings.runs else None
         settings = self.settings
         low, high = wilson(attained, attained + missed, settings.confidence)
         if low >= settings.target:
             return True
         if high < settings.target:
             return False
-        if len(here) >= settings.runs:
+        if len(tried) >= settings.runs:
             return attained / (attained + missed) >= settings.target
         return None
+
+    def _out_of_reach(self, rate: float) -> bool:
+        here = [one for one in self.trials if one.rate == rate]
+        return len(here) >= self.settings.runs and not any(one.kept_up for one in here)
 
     def _rates(self) -> set[float]:
         return {one.rate for one in self.trials}

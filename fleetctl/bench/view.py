@@ -23,7 +23,9 @@ def live(snapshot: Snapshot | None, duration_s: float | None, title: str) -> Ren
     head = Text.assemble((title, "bold"), f"  {snapshot.elapsed_s:5.1f} s")
     if snapshot.ending:
         head.append(f"  all sent; {snapshot.running} still run", style="yellow")
-    table = Table.grid(padding=(0, 3, 0, 0))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(6):
+        table.add_column(no_wrap=True)
     table.add_row(
         "sent", f"{snapshot.sent}", "running", f"{snapshot.running}", "TTFT", _spread(snapshot.ttft)
     )
@@ -40,7 +42,7 @@ def live(snapshot: Snapshot | None, duration_s: float | None, title: str) -> Ren
         _attainment(snapshot.attained / counted if counted else None),
         "missed",
         f"{snapshot.missed}",
-        "generator's lag",
+        "own lag",
         _spread(snapshot.lag),
     )
     parts: list[RenderableType] = [head]
@@ -128,8 +130,7 @@ def _attainment(share: float | None) -> Text:
 def _spread(percentiles: Percentiles | None) -> str:
     if percentiles is None:
         return "–"
-    parts = (percentiles.p50, percentiles.p90, percentiles.p99)
-    return " / ".join(_short(part * 1e3) for part in parts) + " ms"
+    return f"{_short(percentiles.p50 * 1e3)} / {_short(percentiles.p99 * 1e3)} ms"
 
 
 def _triple(row: Mapping[str, float] | None) -> str:

@@ -22,6 +22,7 @@ from fleetctl.options import Target, fleet_options
 if TYPE_CHECKING:
     from fleetctl.bench.plan import Plan, Source
     from fleetctl.bench.play import Probe, Run, Snapshot
+    from fleetctl.bench.prompts import Vocabulary
     from fleetctl.bench.search import Search, Trial
     from fleetctl.bench.words import Server
 
@@ -185,11 +186,11 @@ def bench(target: Target, html: Path | None, records: Path | None, **given: Any)
     if context.invoked_subcommand is not None:
         _none_given(context)
         return
-    server, probe, plan = _prepare(target, given)
+    server, probe, words, plan = _prepare(target, given)
     _check_writable(html, records)
     with _Screen(target.as_json) as screen:
         sends_s = plan.source.shape.duration_s
-        run = _play(server, plan, given, screen, server.model, None if math.isinf(sends_s) else sends_s)
+        run = _play(server, plan, words, screen, server.model, None if math.isinf(sends_s) else sends_s)
     report = {**_about(server, probe, given, run), **_report(plan, run)}
     if records is not None:
         records.write_text("".join(json.dumps(one.as_dict()) + "\n" for one in run.records))
@@ -236,7 +237,7 @@ def find(target: Target, html: Path | None, **given: Any) -> None:
         given["tolerance"],
         given["runs"],
     )
-    server, probe, plan = _prepare(target, given)
+    server, probe, words, plan = _prepare(target, given)
     _check_writable(html)
     natural = _natural_rate(plan.source) if plan.source.trace else None
     search, interrupted = Search(settings), ""
@@ -250,7 +251,7 @@ def find(target: Target, html: Path | None, **given: Any) -> None:
                 source=plan.source.at_rate(step.rate, plan.source.seed + len(search.trials), natural),
                 misses_limit=hopeless_after(expected, settings.target, settings.confidence),
             )
-            run = _play(server, one, given, screen, f"{step.rate:.4g}/s", given["duration_s"])
+            run = _play(server, one, words, screen, f"{step.rate:.4g}/s", given["duration_s"])
             search.apply(figures_of_trial(one, run.records, step.rate, run.sending_s, run.interrupted))
             if run.interrupted == "interrupted":
                 interrupted = run.interrupted
@@ -262,7 +263,7 @@ def find(target: Target, html: Path | None, **given: Any) -> None:
         "settings": {**plan.as_dict(), "duration_s": given["duration_s"]},
         "found": _found(search, interrupted),
         "runs": [_trial_fields(one) for one in search.trials],
-        "remarks": [step.why] if search.trials and not search.trials[-1].kept_up else [],
+        "remarks": _search_remarks(search),
     }
     if html is not None:
         from fleetctl.bench.page import find_page
@@ -298,22 +299,24 @@ def _check_writable(*paths: Path | None) -> None:
             raise BadRequest(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def _prepare(target: Target, given: Mapping[str, Any]) -> tuple[Server, Probe, Plan]:
+def _prepare(target: Target, given: Mapping[str, Any]) -> tuple[Server, Probe, Vocabulary, Plan]:
     """All that can be wrong is said here, before anything is measured."""
     try:
         plan = plan_of(given)
     except ValueError as error:
         raise BadRequest(str(error)) from None
     server = _server(target, given)
-    from fleetctl.bench.play import probe, texts, trace_lines
+    from fleetctl.bench.play import probe, trace_lines, whole_words
+    from fleetctl.bench.prompts import Vocabulary
 
     first = next(plan.source.conversations(trace_lines(plan.source.trace) if plan.source.trace else ()), None)
     if first is None:
         raise BadRequest("the workload is empty: no conversation begins before its end")
-    texts(given["tokenizer"])
+    words = whole_words(given["tokenizer"]) if given["tokenizer"] else None
     found = asyncio.run(probe(server))
+    words = words or Vocabulary(tokens_per_word=found.tokens_per_word)
     plan = replace(plan, ignore_eos=found.ignore_eos and not given["natural_end"])
-    return replace(server, model=found.model), found, plan
+    return replace(server, model=found.model), found, words, plan
 
 
 def _server(target: Target, given: Mapping[str, Any]) -> Server:
@@ -335,7 +338,7 @@ def _server(target: Target, given: Mapping[str, Any]) -> Server:
         try:
             body[name] = json.loads(value)
         except ValueError:
-            body[name] = value  # Words need no quotes.
+            body[name] = value  # Vocabulary need no quotes.
     return Server(
         url, given["model"], given["api"] == "chat", given["api_key"], headers,
         given["class_header"], body, given["timeout_s"],
@@ -407,11 +410,11 @@ def _natural_rate(source: Source) -> float:
 
 
 def _play(
-    server: Server, plan: Plan, given: Mapping[str, Any], screen: _Screen, title: str, sends_s: float | None
+    server: Server, plan: Plan, words: Vocabulary, screen: _Screen, title: str, sends_s: float | None
 ) -> Run:
     from fleetctl.bench.play import in_process
 
-    return in_process(server, plan, given["tokenizer"], lambda seen: screen.show(seen, sends_s, title))
+    return in_process(server, plan, words, lambda seen: screen.show(seen, sends_s, title))
 
 
 def _report(plan: Plan, run: Run) -> dict[str, Any]:
@@ -437,6 +440,7 @@ def _server_fields(server: Server, probe: Probe) -> dict[str, Any]:
         "body": dict(server.body),
         "timeout_s": server.timeout_s,
         "probes": probe.requests,
+        "tokens_per_word": round(probe.tokens_per_word, 3),
     }
 
 
@@ -449,6 +453,16 @@ def _trial_fields(trial: Trial) -> dict[str, Any]:
 
     assert isinstance(trial, Trial)
     return {"rate": trial.rate, "kept_up": trial.kept_up, **trial.facts}
+
+
+def _search_remarks(search: Search) -> list[str]:
+    said = []
+    if search.reach is not None:
+        said.append(
+            f"from {search.reach:.4g}/s on the generator itself did not keep up: the server may do more than "
+            "what was found"
+        )
+    return said
 
 
 def _found(search: Search, interrupted: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from fleet.workload import Amount, Arrivals, Kind, Shape
 from fleetctl.bench.client import Client, Heard
 from fleetctl.bench.http import Answer, BadAnswer, Events
 from fleetctl.bench.plan import Plan, Source
-from fleetctl.bench.play import Player, Run, in_process, probe, texts
+from fleetctl.bench.play import Player, Run, in_process, probe
+from fleetctl.bench.prompts import Texts, Vocabulary
 from fleetctl.bench.words import Server
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: r1\r\n"
@@ -362,7 +363,7 @@ def plan(**source: Any) -> Plan:
 
 async def play(script: Script, what: Plan, act: Callable[[Player], None] | None = None) -> Run:
     async with serving(script) as url:
-        player = Player(Server(url, "m", timeout_s=30), what, texts(""))
+        player = Player(Server(url, "m", timeout_s=30), what, Texts(Vocabulary()))
         if act is not None:
             act(player)
         return await player.play(what.source.conversations(()))
@@ -424,7 +425,9 @@ def test_completions_carry_the_conversation_as_text() -> None:
     async def run() -> None:
         what = plan(kinds=(kind,), shape=Shape(conversations=1))
         async with serving(answering(lambda body: 2, seen)) as url:
-            await Player(Server(url, "m", chat=False), what, texts("")).play(what.source.conversations(()))
+            await Player(Server(url, "m", chat=False), what, Texts(Vocabulary())).play(
+                what.source.conversations(())
+            )
 
     asyncio.run(run())
     assert seen[1]["prompt"].startswith(seen[0]["prompt"] + "aa ")
@@ -475,9 +478,9 @@ def test_probing_finds_the_model_and_what_the_server_knows() -> None:
             return await probe(Server(url, model))
 
     found = asyncio.run(probed(lambda body: 2, ""))
-    assert (found.model, found.ignore_eos, found.requests) == ("listed", True, 1)
+    assert (found.model, found.ignore_eos, found.requests) == ("listed", True, 2)
     found = asyncio.run(probed(lambda body: -400 if "ignore_eos" in body else 2, "named"))
-    assert (found.model, found.ignore_eos, found.requests) == ("named", False, 2)
+    assert (found.model, found.ignore_eos, found.requests) == ("named", False, 3)
     with pytest.raises(BadRequest, match=r"http 400: .*full"):
         asyncio.run(probed(lambda body: -400, "named"))
     with pytest.raises(Unavailable, match="http 503"):

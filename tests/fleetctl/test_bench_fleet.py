@@ -73,20 +73,25 @@ def test_counts_are_those_of_the_router(fleet: Fleet, tmp_path: Path) -> None:
     assert (said["all"]["attained"], said["all"]["missed"], said["errors"]) == (sent, 0, {})
     assert set(said["classes"]) == {"interactive", "batch"}
     assert sum(row["attained"] for row in said["classes"].values()) == sent
-    # One request to find out what the server knows, of a prompt and an answer that are not counted here.
-    assert said["server"]["probes"] == 1
+    # Two requests to find out what the server knows, whose prompts and answers are not counted here.
+    assert said["server"]["probes"] == 2
     firsts = "pdfleet_time_to_first_token_seconds_count"
-    assert rise["pdfleet_http_requests_total"] == rise[firsts] == sent + 1
+    assert rise["pdfleet_http_requests_total"] == rise[firsts] == sent + 2
     for name, row in said["classes"].items():
         assert rise[f"{firsts}/{name}"] == row["attained"]
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert len(records) == sent
     assert {one["output_tokens"] == one["wanted_tokens"] == one["tokens"] for one in records} == {True}
-    assert rise["pdfleet_generation_tokens_total"] == said["tokens"]["output"]["total"] + 2
-    probe = rise["pdfleet_prompt_tokens_total"] - said["tokens"]["prompt"]["total"]
-    assert 0 < probe < 60
+    assert rise["pdfleet_generation_tokens_total"] == said["tokens"]["output"]["total"] + 4
+    probes = rise["pdfleet_prompt_tokens_total"] - said["tokens"]["prompt"]["total"]
+    assert 144 < probes < 2000
+    # Its tokens are bytes: a word is several, and prompts are still as long as they are to be.
+    assert said["server"]["tokens_per_word"] > 4
+    assert said["tokens"]["prompt"]["p50"] == pytest.approx(said["tokens"]["asked"]["p50"], rel=0.5)
     cached = sum(one.get("cached_tokens", 0) for one in records)
-    assert rise["pdfleet_cached_tokens_total"] == cached > 0
+    # What the probes share is the chat template.
+    assert cached > 0
+    assert 0 <= rise["pdfleet_cached_tokens_total"] - cached < 136
     assert all(one["request_id"] for one in records)
     assert "<svg" in (tmp_path / "report.html").read_text()
 

@@ -21,7 +21,7 @@ from fleet.workload import Amount, Arrivals, Kind, Piece, Shape
 from fleetctl.bench.page import find_page, run_page
 from fleetctl.bench.plan import Plan, Source, parse_kind, parse_objectives
 from fleetctl.bench.plots import Axis, Rule, Series, cdf, plot
-from fleetctl.bench.prompts import COMMON, COUNT, Texts, words_for
+from fleetctl.bench.prompts import COMMON, COUNT, Texts, Vocabulary, words_for
 from fleetctl.bench.report import figures_of_trial, report, timeline
 from fleetctl.bench.search import Search, SearchSettings, Trial, hopeless_after, wilson
 from fleetctl.bench.words import Failure, Record, end_of_error, end_of_status
@@ -30,7 +30,7 @@ from fleetctl.bench.words import Failure, Record, end_of_error, end_of_status
 
 
 def test_a_text_has_a_word_a_token_and_is_that_of_its_key() -> None:
-    made = Texts()
+    made = Texts(Vocabulary())
     text = made.piece(Piece("a", 300))
     assert len(text.split(" ")) == 301  # the first is empty: each word has its space before it
     assert made.piece(Piece("a", 20)) == " ".join(text.split(" ")[:21])
@@ -38,12 +38,18 @@ def test_a_text_has_a_word_a_token_and_is_that_of_its_key() -> None:
     assert made.pieces([Piece("a", 3), Piece("b", 2)]) == made.piece(Piece("a", 3)) + made.piece(
         Piece("b", 2)
     )
-    assert Texts().piece(Piece("a", 300)) == text
+    assert Texts(Vocabulary()).piece(Piece("a", 300)) == text
+
+
+def test_words_of_several_tokens_are_fewer() -> None:
+    made = Texts(Vocabulary(tokens_per_word=5.5))
+    assert len(made.piece(Piece("a", 110)).split()) == 20
+    assert len(made.piece(Piece("a", 1)).split()) == 1
 
 
 def test_words_are_those_that_a_tokenizer_has_whole() -> None:
     def count(text: str) -> int:
-        """Words of more than seven letters are two tokens."""
+        """Vocabulary of more than seven letters are two tokens."""
         return sum(1 + (len(word) > 7) for word in text.split())
 
     words = words_for(count)
@@ -280,14 +286,30 @@ def test_the_ends_of_what_is_tried() -> None:
     assert "the least" in search.next().why
 
 
-def test_a_generator_that_cannot_go_on_ends_the_search() -> None:
-    search = Search()
+def test_what_the_generator_cannot_do_bounds_the_search() -> None:
+    """It is tried again, then what is below is looked at; no rate is said to fail."""
+    rates = []
+
+    def run(rate: float) -> Trial:
+        rates.append(rate)
+        return Trial(rate, 400, 0, kept_up=rate < 3)
+
+    search = Search(SearchSettings(runs=2))
+    found(search, run)
+    assert rates[:5] == [1, 2, 4, 4, math.sqrt(8)]
+    assert search.failed is None
+    assert search.passed is not None
+    assert search.reach is not None
+    assert 2.8 < search.passed < 3 <= search.reach <= search.passed * 1.05
+    assert "more than the generator can do" in search.next().why
+
+
+def test_a_generator_that_stumbled_once_is_run_again() -> None:
+    search = Search(SearchSettings(runs=2))
+    search.apply(Trial(1, 0, 400, kept_up=False))
+    assert search.next().rate == 1
     search.apply(Trial(1, 400, 0))
-    search.apply(Trial(2, 0, 400, kept_up=False))
-    step = search.next()
-    assert step.rate is None
-    assert "generator" in step.why
-    assert (search.passed, search.failed) == (1, None)
+    assert (search.passed, search.failed, search.reach, search.next().rate) == (1, None, None, 2)
 
 
 def test_runs_in_which_nothing_counts_do_not_pass() -> None:
