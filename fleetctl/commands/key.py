@@ -33,6 +33,7 @@ def key() -> None:
 @click.option("--requests-per-minute", type=click.IntRange(0), default=0, help="0: no limit.")
 @click.option("--tokens-per-minute", type=click.IntRange(0), default=0, help="0: no limit.")
 @click.option("--concurrent-requests", type=click.IntRange(0), default=0, help="0: no limit.")
+@click.option("--admin", is_flag=True, help="It shows the requests of all tenants, not only its own.")
 @click.option(
     "--file",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -46,6 +47,7 @@ def new_command(
     requests_per_minute: int,
     tokens_per_minute: int,
     concurrent_requests: int,
+    admin: bool,
     file: Path | None,
     as_json: bool,
 ) -> None:
@@ -61,6 +63,7 @@ def new_command(
                 requests_per_minute=requests_per_minute,
                 tokens_per_minute=tokens_per_minute,
                 concurrent_requests=concurrent_requests,
+                admin=admin,
             ).line()
         except ValueError as error:
             raise BadRequest(str(error), param="tenant") from None
