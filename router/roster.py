@@ -118,10 +118,36 @@ class Change:
     """Have another role in the same life: their sessions, their streams and what they cache stay."""
 
 
+class _Usual:
+    """What workers of one role and model have measured of late. One that has measured nothing yet is
+    supposed to be as they are: taken for slower it would never be sent anything to measure."""
+
+    def __init__(self, unknown: UnknownSettings) -> None:
+        self.prefill_tokens_s = unknown.prefill_tokens_s
+        self.decode_step_s = unknown.decode_step_s
+        self.decode_batch = 1.0
+        self.pull_bytes_s = unknown.pull_bytes_s
+        self._known: set[str] = set()
+
+    def learn(self, report: LoadReport) -> None:
+        for name in ("prefill_tokens_s", "decode_step_s", "decode_batch", "pull_bytes_s"):
+            said = getattr(report, name)
+            if said:
+                # The first one replaces a guess.
+                weight = _USUAL_WEIGHT if name in self._known else 1.0
+                self._known.add(name)
+                setattr(self, name, getattr(self, name) + weight * (said - getattr(self, name)))
+
+
+_USUAL_WEIGHT = 0.05
+"""Of one report among those of all workers."""
+
+
 class Roster:
     def __init__(self, unknown: UnknownSettings, *, mass_share: float = 0.5, grace_s: float = 1.0) -> None:
         """`grace_s`: see `PeerSettings`."""
         self._unknown = unknown
+        self._usual: dict[tuple[str, Role], _Usual] = {}
         self._mass_share = mass_share
         self._grace_s = grace_s
         self._workers: dict[WorkerId, Standing] = {}
@@ -248,6 +274,7 @@ class Roster:
         if standing.report is None or standing.report.state != report.state:
             self._pools.clear()
         standing.report, standing.reported_at = report, now
+        self._usual_of(standing).learn(report)
         standing.settled = standing.settled_tokens = 0
         standing.new = standing.new_tokens = standing.new_blocks = 0
         listed = frozenset(report.streams)
@@ -376,7 +403,7 @@ class Roster:
 
     def _refresh(self, worker: Standing) -> None:
         """The figures a choice reads: the worker's own, corrected by what was sent and ended since."""
-        unknown, report = self._unknown, worker.report
+        unknown, usual, report = self._unknown, self._usual_of(worker), worker.report
         if report is None:
             others = [sent for sent in worker.others.values() if not sent.missed]
             count = len(worker.sent) + len(others)
@@ -385,19 +412,26 @@ class Roster:
             worker.sequences = unknown.sequences + count
             worker.waiting = count
             worker.blocks_free = worker.card.blocks / 2
-            worker.prefill_tokens_s = unknown.prefill_tokens_s
-            worker.decode_step_s = unknown.decode_step_s
-            worker.decode_batch = 1.0
-            worker.pull_bytes_s = unknown.pull_bytes_s
+            worker.prefill_tokens_s = usual.prefill_tokens_s
+            worker.decode_step_s = usual.decode_step_s
+            worker.decode_batch = usual.decode_batch
+            worker.pull_bytes_s = usual.pull_bytes_s
             return
         worker.queued_tokens = max(0, report.queued_tokens - worker.settled_tokens) + worker.new_tokens
         worker.sequences = max(0, report.running + report.waiting - worker.settled) + worker.new
         worker.waiting = report.waiting + worker.new
         worker.blocks_free = max(0, report.blocks_free - worker.new_blocks)
-        worker.prefill_tokens_s = report.prefill_tokens_s or unknown.prefill_tokens_s
-        worker.decode_step_s = report.decode_step_s or unknown.decode_step_s
-        worker.decode_batch = report.decode_batch or 1.0
-        worker.pull_bytes_s = report.pull_bytes_s or unknown.pull_bytes_s
+        worker.prefill_tokens_s = report.prefill_tokens_s or usual.prefill_tokens_s
+        worker.decode_step_s = report.decode_step_s or usual.decode_step_s
+        worker.decode_batch = report.decode_batch or usual.decode_batch
+        worker.pull_bytes_s = report.pull_bytes_s or usual.pull_bytes_s
+
+    def _usual_of(self, worker: Standing) -> _Usual:
+        key = (worker.card.model, worker.card.role)
+        usual = self._usual.get(key)
+        if usual is None:
+            usual = self._usual[key] = _Usual(self._unknown)
+        return usual
 
     def _make_pools(self, model: str) -> tuple[Pool, ...]:
         groups: dict[Fingerprint, list[Standing]] = {}

@@ -23,7 +23,8 @@ def _not_negative(settings: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UnknownSettings:
-    """What is supposed of a worker that has not said it; each a plain guess, none of them zero."""
+    """What is supposed of a worker that has not said it; each a plain guess, none of them zero. Of speeds it
+    holds until any worker of that role and model has measured its own: then those are supposed."""
 
     queued_tokens: int = 1024
     """Prompt tokens queued at a worker whose load is unknown: it is taken when the others are busy."""

@@ -211,6 +211,22 @@ def test_unknown_figures_are_guesses_and_never_zero() -> None:
     assert usable(made) == {"d1", "d2"}, "unknown load is no reason not to serve"
 
 
+def test_who_has_measured_nothing_is_supposed_to_be_as_fast_as_its_like() -> None:
+    """Were the guess slower than the others are, it would never be sent anything to measure."""
+    made = roster(P1, D1, D2)
+    made.apply_load(report(D1, prefill_tokens_s=20_000.0, decode_step_s=0.008, decode_batch=4.0), 0.0)
+    made.apply_load(report(D2, prefill_tokens_s=None, decode_step_s=None, decode_batch=None), 0.0)
+    made.apply_load(report(P1, prefill_tokens_s=None), 0.0)
+    new, other_role = made.get(D2.id), made.get(P1.id)
+    assert new is not None
+    assert other_role is not None
+    assert (new.prefill_tokens_s, new.decode_step_s, new.decode_batch) == (20_000.0, 0.008, 4.0)
+    assert other_role.prefill_tokens_s == UNKNOWN.prefill_tokens_s
+    # Its own figures are its own, however fast the others are.
+    made.apply_load(report(D2, prefill_tokens_s=500.0, decode_step_s=0.05), 1.0)
+    assert (new.prefill_tokens_s, new.decode_step_s) == (500.0, 0.05)
+
+
 def test_models_name_what_is_known_though_it_cannot_serve_now() -> None:
     made = roster(D1, card("x1", model="other", state=MemberState.STARTING))
     assert made.models() == ("m", "other")
