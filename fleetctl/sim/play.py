@@ -139,7 +139,8 @@ class _Player:
         try:
             async with asyncio.TaskGroup() as clients:
                 for number, one in enumerate(conversations):
-                    await asyncio.sleep(max(0.0, self.start + one.at_s - loop.time()))
+                    # Of numpy's own numbers the clock would be made of them, and all arithmetic slow.
+                    await asyncio.sleep(max(0.0, self.start + float(one.at_s) - loop.time()))
                     clients.create_task(self._converse(number, one))
         finally:
             for task in faults:
@@ -154,7 +155,7 @@ class _Player:
         said: list[int] = []
         for place, turn in enumerate(conversation.turns):
             if place:
-                await asyncio.sleep(turn.think_s)
+                await asyncio.sleep(float(turn.think_s))
             for piece in turn.adds:
                 said += self.piece(piece)
             answer = await self._ask(number, place, conversation.service_class, said, turn.output_tokens)
