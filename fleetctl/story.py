@@ -40,6 +40,7 @@ class Candidate(msgspec.Struct):
     blocks_free: float
     cached: int
     tokens: int
+    borrowed: int = 0
 
 
 class Considered(msgspec.Struct):
@@ -201,7 +202,7 @@ def _candidates(step: Step) -> RenderableType:
             ),
             f"{candidate.queued_tokens:.0f}",
             f"{candidate.sequences:.0f}",
-            f"{candidate.cached}",
+            f"{candidate.cached}+{candidate.borrowed}" if candidate.borrowed else f"{candidate.cached}",
         )  # fmt: skip
     notes = []
     if considered.near > 1:

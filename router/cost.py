@@ -47,6 +47,8 @@ class Candidate(NamedTuple):
     """Blocks of the prompt that are there."""
     tokens: int
     """To compute there."""
+    borrowed: int
+    """Blocks that it would bring from another worker before that."""
 
     def as_dict(self) -> dict[str, Any]:
         return {name: round(v, 6) if isinstance(v, float) else v for name, v in self._asdict().items()}
@@ -352,7 +354,7 @@ def _considered(
 
 
 def _candidate(offer: _Offer, disturbance: float) -> Candidate:
-    seconds, _, worker, cached, tokens, local, transfer, _ = offer
+    seconds, _, worker, cached, tokens, local, transfer, borrowed = offer
     speed = worker.prefill_tokens_s
     queue = worker.queued_tokens / speed
     compute = tokens / speed * (1 + disturbance * worker.sequences if local else 1)
@@ -369,6 +371,7 @@ def _candidate(offer: _Offer, disturbance: float) -> Candidate:
         worker.blocks_free,
         cached,
         tokens,
+        borrowed,
     )
 
 

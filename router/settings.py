@@ -69,8 +69,9 @@ class CostSettings:
     tie_share: float = 0.1
     """So are those closer than this share of the request's own work: measured speeds of equals differ."""
     herd_share: float = 0.25
-    """For each other router, the share of a request like this one that it may have sent unseen: the
-    more routers there are, the further apart choices may lie and still be spread."""
+    """For each router whose choices are not seen here, the share of a request like this one that it may have
+    sent: the more of them there are, the further apart choices may lie and still be spread. Those that are
+    heard over NATS need none: what they send is counted."""
 
     def __post_init__(self) -> None:
         _not_negative(self)

@@ -208,6 +208,8 @@ class Router:
             heard = self.peers.apply(moves, asyncio.get_running_loop().time())
             self.counters["peer_messages"] += heard is not Heard.OWN
             self.counters["peer_gaps"] += heard is Heard.GAP
+            if moves.settled:
+                self.flow.turn()
         raise Internal("the subscription to what other routers do ended")
 
     def _tell(self, move: Dispatch | Settled) -> None:

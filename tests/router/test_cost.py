@@ -253,3 +253,36 @@ def test_several_holders_are_asked_in_turn() -> None:
     choices = [chosen(choose_prefill(made, ask(4000, {"p1": 240, "p2": 240}, n), FAR)) for n in range(20)]
     assert {choice.worker for choice in choices} == {"p3"}
     assert {choice.holder.worker for choice in choices if choice.holder} == {"p1", "p2"}
+
+
+def test_a_choice_keeps_the_best_the_taken_one_and_what_their_seconds_consist_of() -> None:
+    cards = [card(f"p{n:02}", Role.PREFILL) for n in range(30)]
+    loads = {c.id: {"queued_tokens": 100 * n, "running": n} for n, c in enumerate(cards)}
+    made = pool(fleet(*cards, *DECODE, loads=loads))
+    avoid = {cards[0].incarnation, cards[1].incarnation}
+    choice = chosen(choose_prefill(made, ask(1000, {"p05": 40}, avoid=avoid), COST))
+    seen = choice.considered
+    assert len(seen.best) in (8, 9)
+    assert choice.worker in {candidate.worker for candidate in seen.best}
+    assert [c.seconds for c in seen.best[:8]] == sorted(c.seconds for c in seen.best[:8])
+    assert len(seen.best) + seen.others + seen.left_out == 30 + len(DECODE)
+    assert seen.left_out == 2
+    assert avoid.isdisjoint(c.worker for c in seen.best)
+    (cached,) = (c for c in seen.best if c.worker == "p05")
+    assert (cached.queued_tokens, cached.sequences, cached.cached) == (500, 5, 40)
+    assert cached.queue_s == pytest.approx(0.05)
+    assert cached.compute_s == pytest.approx((1000 - 40 * 16) / 10_000)
+    for c in seen.best:
+        assert c.queue_s + c.compute_s + c.transfer_s + c.decode_s == pytest.approx(c.seconds)
+    (taken,) = (c for c in seen.best if c.worker == choice.worker)
+    assert (taken.seconds, taken.tokens) == (choice.seconds, choice.tokens)
+
+
+def test_who_was_taken_is_shown_also_where_it_was_not_among_the_best() -> None:
+    cards = [card(f"p{n:02}", Role.PREFILL) for n in range(20)]
+    made = pool(fleet(*cards, DECODE[0], loads={c.id: {"queued_tokens": n} for n, c in enumerate(cards)}))
+    for tie in range(40):
+        choice = chosen(choose_prefill(made, ask(2000, tie=tie * 7919), COST))
+        assert choice.worker in {c.worker for c in choice.considered.best}
+        assert choice.considered.near == 20
+        assert len(choice.considered.best) == 8 + (int(choice.worker[1:]) >= 8)
