@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
 from http_front import listening
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from whole_fleet import MODEL, Box
@@ -139,6 +142,37 @@ def test_what_failed_here_says_so(tokenizer_json: str) -> None:
             assert failed.status.description == "DeadlineExceeded"
 
     asyncio.run(main())
+
+
+def test_spans_reach_a_collector() -> None:
+    """By the real exporter, over HTTP; what is left is sent at the end."""
+    came: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            came.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+        tracer = Tracer(TraceSettings(url, ratio=1.0, service="mine"), instance="router-7")
+        trace = tracer.begin("POST /v1/x", None)
+        trace.over(10.0)
+        trace.span("prefill", 9.0, 9.5, {"a": 1})
+        trace.end({"b": "two"})
+        tracer.close()
+        server.shutdown()
+    (message,) = (ExportTraceServiceRequest.FromString(data) for data in came)
+    (of_process,) = message.resource_spans
+    told = {one.key: one.value.string_value for one in of_process.resource.attributes}
+    assert (told["service.name"], told["service.instance.id"]) == ("mine", "router-7")
+    child, root = of_process.scope_spans[0].spans
+    assert (child.name, root.name, child.parent_span_id) == ("prefill", "POST /v1/x", root.span_id)
+    assert child.end_time_unix_nano - child.start_time_unix_nano == 500_000_000
 
 
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
