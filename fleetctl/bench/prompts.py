@@ -15,7 +15,7 @@ from functools import lru_cache
 from fleet.workload import Piece
 
 COUNT = 256
-"""Vocabulary in use: one byte of noise chooses one."""
+"""Words in use: one byte of noise chooses one."""
 
 _COMMON = """
 time year people way day man thing woman life child world school state family student group country

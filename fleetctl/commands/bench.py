@@ -338,7 +338,7 @@ def _server(target: Target, given: Mapping[str, Any]) -> Server:
         try:
             body[name] = json.loads(value)
         except ValueError:
-            body[name] = value  # Vocabulary need no quotes.
+            body[name] = value  # Words need no quotes.
     return Server(
         url, given["model"], given["api"] == "chat", given["api_key"], headers,
         given["class_header"], body, given["timeout_s"],

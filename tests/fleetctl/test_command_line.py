@@ -27,7 +27,7 @@ def run(*arguments: str, state: Path | None = None) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-COMMANDS = ["up", "status", "scale", "role", "drain", "logs", "down", "version", "completion"]
+COMMANDS = ["up", "status", "scale", "role", "drain", "logs", "down", "bench", "version", "completion"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
