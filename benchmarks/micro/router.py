@@ -1,4 +1,5 @@
-"""The router's own part of a request: hash, match, choose; how it takes in KV events and snapshots; memory.
+"""The router's own part of a request: hash, match, choose; how it takes in KV events and snapshots, and what
+other routers send; memory.
 
 With `--peer PYTHON`, a python that has Dynamo's bindings, the same matches and events run on its radix tree
 right after, and each line says how many times slower that was (`peer_ratio`, of medians).
@@ -23,14 +24,20 @@ from fleet.block_hash import HashKeys, PromptNames, block_hashes
 from fleet.bus.memory import MemoryHub as BusHub
 from fleet.card_codec import encode_card
 from fleet.events import BlocksDropped, BlocksStored, KvDigest, KvEvents, KvSnapshot, LoadReport
-from fleet.ids import Incarnation, WorkerId
+from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.kv_layout import Fingerprint
 from fleet.kv_log import KvLog
 from fleet.member import MemberState, Role, WorkerCard, worker_key
 from fleet.registry.memory import MemoryHub as RegistryHub
-from fleet.wire.codec import decode_kv_events, encode_kv_events
+from fleet.wire.codec import (
+    decode_kv_events,
+    decode_router_moves,
+    encode_kv_events,
+    encode_router_moves,
+)
 from fleet.wire.memory import MemoryHub as WireHub
 from router.cost import Ask, choose_decode, choose_prefill
+from router.peers import Heard, Outbox, Peers
 from router.prefix_index import Outcome, PrefixIndex
 from router.roster import LinkState, Roster
 from router.settings import RouterSettings
@@ -236,6 +243,33 @@ def bench_decision(runs: int) -> None:
             emit("router_decision", "µs", samples, tokens=PROMPT, workers=workers, depths=kind)
 
 
+def bench_peers(runs: int) -> None:
+    """What a request costs besides: the router that sends it in telling of it, each other one in hearing. A
+    message tells of so many requests sent and as many that ended."""
+    for size in (1, 16):
+        ours, theirs = fleet(128), fleet(128)
+        outbox = Outbox("r", Incarnation("ours"), ours, SETTINGS.peers)
+        peers = Peers(Incarnation("theirs"), theirs, SETTINGS.peers)
+        ours.tell = outbox.add
+        outbox.take(0.0)
+        telling, hearing = [], []
+        for step in range(runs):
+            for number in range(size):
+                at = (step * size + number) % 128
+                ours.sent(life(at)[0], RequestId(f"{step:018x}{number:06x}"), 500, 40)
+                if step:
+                    ours.settle(life((at - size) % 128)[0], RequestId(f"{step - 1:018x}{number:06x}"))
+            start = time.perf_counter_ns()
+            data = encode_router_moves(outbox.take(0.1))
+            told = time.perf_counter_ns()
+            heard = peers.apply(decode_router_moves(data), 0.1)
+            hearing.append((time.perf_counter_ns() - told) / 1000 / size)
+            telling.append((told - start) / 1000 / size)
+            assert heard is Heard.APPLIED
+        emit("router_peers", "µs", telling, moves=2 * size, side="tells", a="request")
+        emit("router_peers", "µs", hearing, moves=2 * size, side="hears", a="request")
+
+
 class Holder:
     """A `WorkerService` that holds blocks and computes nothing."""
 
@@ -315,6 +349,7 @@ def main(argv: Sequence[str] = ()) -> int:
     runs = 50 if asked.quick else 2000
     report(bench_match(runs) + bench_apply(runs), asked.peer)
     bench_decision(runs)
+    bench_peers(runs)
     bench_recovery(*(10, 5_000) if asked.quick else (100, 30_000))
     return 0
 

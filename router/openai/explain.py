@@ -19,8 +19,6 @@ from router.record import HandoffRecord, Records, Transition
 if TYPE_CHECKING:
     from router.openai.asgi import Ingress
 
-MAX_FOLLOWERS = 16
-"""Streams of news at the same time."""
 _WAITING = 1024
 """News that wait for a follower who reads slowly; then the oldest are dropped, and it is told how many."""
 _SAME = 16
@@ -193,8 +191,12 @@ def add_routes(app: FastAPI, ingress: Ingress) -> None:
     def stream(
         caller: Caller, wanted: Callable[[HandoffRecord], bool], of: list[HandoffRecord], seconds: float
     ) -> StreamingResponse:
-        if explained.followers >= MAX_FOLLOWERS:
-            raise Overloaded(f"{MAX_FOLLOWERS} streams of news are read here already", retry_after_s=5.0)
+        most = ingress.settings.max_followers
+        if explained.followers >= most:
+            raise Overloaded(
+                f"{most} streams of news are read here already (setting http.max_followers)",
+                retry_after_s=5.0,
+            )
 
         def seen(record: HandoffRecord) -> bool:
             return caller.sees(record.tenant) and wanted(record)

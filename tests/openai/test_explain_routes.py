@@ -17,7 +17,8 @@ from fleet.api_keys import ApiKey, digest
 from fleet.ids import RequestId
 from router.openai.asgi import Ingress
 from router.openai.callers import ANYBODY
-from router.openai.explain import MAX_FOLLOWERS, Explained
+from router.openai.explain import Explained
+from router.openai.settings import HttpSettings
 from router.record import HandoffRecord, HandoffState, Records
 from router.settings import CostSettings, RouterSettings
 
@@ -215,6 +216,7 @@ def test_all_new_requests_are_followed_those_of_a_class_alone_and_only_so_many_f
 ) -> None:
     async def body(site: Site) -> None:
         seen: dict[str, list[dict[str, Any]]] = {}
+        most = HttpSettings().max_followers
 
         async def follow(name: str, key: str, **of: Any) -> None:
             seen[name] = [event async for event in site.news("/fleet/events", key, **of)]
@@ -222,11 +224,13 @@ def test_all_new_requests_are_followed_those_of_a_class_alone_and_only_so_many_f
         follows = [
             asyncio.create_task(follow("batch", ADMIN, **{"class": "batch"})),
             asyncio.create_task(follow("zeta", ZETA)),
-            *(asyncio.create_task(follow(f"more {n}", ADMIN)) for n in range(MAX_FOLLOWERS - 2)),
+            *(asyncio.create_task(follow(f"more {n}", ADMIN)) for n in range(most - 2)),
         ]
-        while site.ingress.explained.followers < MAX_FOLLOWERS:
+        while site.ingress.explained.followers < most:
             await asyncio.sleep(0.005)
-        assert (await site.get("/fleet/events", ADMIN)).status_code == 429
+        refused = await site.get("/fleet/events", ADMIN)
+        assert refused.status_code == 429
+        assert "(setting http.max_followers)" in refused.json()["error"]["message"]
         acme = (await site.ask(ACME)).headers["x-request-id"]
         zeta = (await site.ask(ZETA)).headers["x-request-id"]
         site.ingress.draining = True  # A router that leaves sends its followers away.

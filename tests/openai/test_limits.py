@@ -26,9 +26,9 @@ PAGE = Path(__file__).parents[2] / "docs/limits.md"
 BEGIN, END = "<!-- limits: begin -->\n", "<!-- limits: end -->\n"
 
 STATUS = {
-    "http.max_requests": 429, "http.max_body_bytes": 413, "http.max_header_bytes": 431,
-    "http.max_headers": 431, "http.header_timeout_s": 408, "http.body_timeout_s": 408,
-    "http.idle_timeout_s": "closed",
+    "http.max_requests": 429, "http.max_followers": 429, "http.max_body_bytes": 413,
+    "http.max_header_bytes": 431, "http.max_headers": 431,
+    "http.header_timeout_s": 408, "http.body_timeout_s": 408, "http.idle_timeout_s": "closed",
     "http.write_timeout_s": "closed", "http.deadline_s": 504, "http.drain_limit_s": "error event",
     "flow.max_requests": 429, "flow.max_failovers": 503, "flow.worker_wait_s": 503,
     "admission.max_queued": 429, "admission.max_wait_s": 429,
