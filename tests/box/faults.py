@@ -21,7 +21,7 @@ from typing import Any
 
 from whole_fleet import MODEL, Answer, Box, BoxRouter, BoxWorker
 
-from engine.latency_runner import LatencyModel
+from engine.latency_runner import LatencyModel, ToyModel, reference_tokens
 from engine.settings import EngineSettings
 from fleet.chassis import ChassisSettings
 from fleet.errors import BadRequest, DeadlineExceeded, Overloaded, Unavailable
@@ -89,6 +89,8 @@ class Schedule:
     """One decode worker and one router are spared, and have room: what is asked there must finish."""
     outgrows: bool = False
     """A pool is smaller than some sequence will be."""
+    borrows: bool = False
+    """Workers bring from any other what it caches."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -128,15 +130,23 @@ def draw(seed: int) -> Schedule:
     cost = (
         CostSettings() if chance.random() < 0.3 else CostSettings(local_prefill_tokens=0, local_advantage=1e9)
     )
+    # A draw of its own, so that the seeds from before play as they did but for this.
+    borrowing = random.Random(seed ^ 0xB0220)
+    if borrows := borrowing.random() < 0.5:
+        # Whatever is cached elsewhere is brought, and any queue is a reason to go elsewhere.
+        cost = replace(cost, borrow_s=0.0, borrow_advantage=1e-9, tie_s=0.0, tie_share=0.0)
     schedule = Schedule(
         seed, prefill, decode, routers, blocks, engine, cost, {}, (), (), safe=safe and not outgrows,
-        outgrows=outgrows,
+        outgrows=outgrows, borrows=borrows,
     )  # fmt: skip
     clocks = {}
     if chance.random() < 0.4:
         for name in (*schedule.workers, *schedule.router_names):
             clocks[name] = chance.choice([0.0, 60.0, -60.0, chance.uniform(-1e5, 1e5)])
-    schedule = replace(schedule, clocks=clocks, clients=_clients(schedule, chance, longest, busy))
+    clients = _clients(schedule, chance, longest, busy)
+    if borrows:
+        clients = _with_second_turns(clients, borrowing, longest)
+    schedule = replace(schedule, clocks=clocks, clients=clients)
     count = chance.choice([0, 1, 1, 2, 2, 3, 4, 5])
     faults = tuple(fault for _ in range(count) for fault in _faults(schedule, chance))
     return replace(schedule, faults=faults)
@@ -180,6 +190,22 @@ def _clients(schedule: Schedule, chance: random.Random, longest: int, busy: bool
     return tuple(clients)
 
 
+def _with_second_turns(
+    clients: tuple[Client, ...], chance: random.Random, longest: int
+) -> tuple[Client, ...]:
+    """Some come back later with what they were answered, often at another worker and several at once."""
+    turns = []
+    for number, client in enumerate(clients):
+        first = client.request
+        known = (*first.prompt, *reference_tokens(first.prompt, first.sampling, model=ToyModel()))
+        for again in range(chance.choice([0, 1, 1, 2])):
+            prompt = (*known, *(chance.randrange(1000) for _ in range(chance.randrange(1, 8))))
+            if len(prompt) <= longest:
+                request = replace(first, id=RequestId(f"r{number}.{again}"), prompt=prompt)
+                turns.append(replace(client, at=client.at + chance.uniform(0.3, 2.5), request=request))
+    return (*clients, *turns)
+
+
 def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
     """One fault; or the two halves of one, such as a worker lost and brought back."""
     workers, routers = schedule.workers, schedule.router_names
@@ -192,7 +218,7 @@ def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
         case "worker":
             who = (chance.choice(workers),) if workers else ()
         case "prefill":
-            sources = [name for name in schedule.workers if name.startswith("prefill")]
+            sources = [name for name in schedule.workers if schedule.borrows or name.startswith("prefill")]
             who = (chance.choice(sources),) if sources else ()
         case "process":
             # What lies between a process and the control plane never stops it from serving.
@@ -213,7 +239,8 @@ def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
                 (reader, source)
                 for reader in schedule.workers
                 for source in schedule.workers
-                if reader.startswith("decode") and source.startswith("prefill")
+                if (schedule.borrows and reader != source)
+                or (reader.startswith("decode") and source.startswith("prefill"))
             ]
             who = chance.choice(pairs) if pairs else ()
     if weight.target != "fleet" and not who:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -16,7 +16,7 @@ from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.words import Batch, BatchResult, Finished, Held, NewSequence, Ready, Reservation, StepReport
-from fleet.block_hash import HashKeys
+from fleet.block_hash import BlockHash, HashKeys, block_hashes
 from fleet.errors import BadRequest, Internal, Overloaded, Unavailable
 from fleet.request import FinishReason, Sampling
 
@@ -935,3 +935,109 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def chain(tokens: tuple[int, ...], keys: HashKeys = KEYS) -> list[BlockHash]:
+    return block_hashes(tokens, keys)
+
+
+def lender(blocks: int = 16, tokens: int = 24, **overrides: object) -> tuple[Steps, list[BlockHash]]:
+    """With a sequence of so many tokens in its cache, and all of it free."""
+    steps = make(blocks, **overrides)
+    prompt = tuple(range(tokens))
+    steps.scheduler.add(new("first", prompt, 1))
+    steps.until_idle()
+    return steps, chain(prompt)
+
+
+def test_cached_blocks_are_lent_by_name_and_stay_until_taken_back() -> None:
+    steps, names = lender(lend_share=0.5)
+    blocks = steps.scheduler.lend("loan", names, 2)
+    assert len(blocks) == 4, "six are cached, two the borrower has"
+    assert steps.scheduler.pool.available == 10, "those two are kept as well: a chain has no holes"
+    assert steps.scheduler.loans == 1
+    with pytest.raises(ValueError, match="is a loan already"):
+        steps.scheduler.lend("loan", names, 0)
+    # Whoever needs the pool gets all the rest, and what is lent stays what it is.
+    steps.scheduler.add(new("large", 36, 1))
+    while steps.scheduler.has_work:
+        steps.step()
+    assert steps.scheduler.lend("same", names, 2) == blocks
+    assert steps.scheduler.take_back("loan")
+    assert not steps.scheduler.take_back("loan")
+    assert steps.scheduler.pool.available == 10
+    assert steps.scheduler.take_back("same")
+    steps.scheduler.validate(idle=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        chain(tuple(range(1, 25))),
+        chain(tuple(range(24)), replace(KEYS, salt="another tenant")),
+        chain(tuple(range(24)))[1:],
+        [],
+    ],
+    ids=["other tokens", "other tenant", "not from the first on", "nothing"],
+)
+def test_nothing_is_lent_that_is_not_cached_by_that_name(asked: list[BlockHash]) -> None:
+    steps, _ = lender()
+    assert steps.scheduler.lend("loan", asked, 0) == ()
+    assert steps.scheduler.lend("loan", asked, 7) == ()
+    assert not steps.scheduler.loans
+
+
+def test_names_in_another_order_or_with_holes_lend_the_part_that_is_a_chain() -> None:
+    steps, names = lender(lend_share=0.9)
+    for loan, asked in enumerate(([*names[:2], *names[3:]], [*names[:2], names[1]], [*names[:2], b"x" * 32])):
+        assert len(steps.scheduler.lend(str(loan), [BlockHash(name) for name in asked], 0)) == 2
+    steps.scheduler.validate()
+    for loan in range(3):
+        steps.scheduler.take_back(str(loan))
+    steps.scheduler.validate(idle=True)
+
+
+def test_loans_never_pin_more_than_their_share() -> None:
+    steps, names = lender(lend_share=0.25)  # 4 of 16 blocks.
+    assert len(steps.scheduler.lend("a", names, 0)) == 4
+    assert len(steps.scheduler.lend("b", names, 1)) == 3, "the same blocks once more cost nothing"
+    assert steps.scheduler.lend("c", names, 4) == (), "all that could be lent the borrower has"
+    other = tuple(range(100, 108))
+    steps.scheduler.add(new("other", other, 1))
+    while steps.scheduler.has_work:
+        steps.step()
+    assert steps.scheduler.lend("d", chain(other), 0) == ()
+    assert steps.scheduler.pool.available == 12
+    for loan in "ab":
+        steps.scheduler.take_back(loan)
+    assert len(steps.scheduler.lend("d", chain(other), 0)) == 2
+    steps.scheduler.take_back("d")
+    steps.scheduler.validate(idle=True)
+    assert lender(lend_share=0.0)[0].scheduler.lend("e", names, 0) == ()
+
+
+def test_who_waits_for_blocks_that_are_lent_goes_on_when_they_are_back() -> None:
+    steps, names = lender(lend_share=0.5)
+    steps.scheduler.lend("loan", names, 0)
+    assert not steps.scheduler.has_work
+    steps.scheduler.add(new("whole", 60, 1))
+    assert not steps.step().batch.chunks, "it needs 15 blocks of 16, and 6 are lent"
+    assert steps.scheduler.others_have_blocks, "nobody is to blame that no step ends"
+    steps.scheduler.take_back("loan")
+    steps.until_idle()
+    assert "whole" in steps.finished
+
+
+def test_a_prefill_whose_beginning_is_brought_computes_the_rest_and_is_held() -> None:
+    steps = make()
+    steps.scheduler.add(new("p", 30, hold=True, fill=True, lend=True))
+    steps.step()
+    assert steps.reservations["p"].tokens == 29
+    steps.scheduler.filled("p", 12)
+    plan = steps.step()
+    assert [(c.start, len(c.tokens), c.draw) for c in plan.batch.chunks] == [(12, 18, True)]
+    assert steps.held["p"].tokens == 30
+    assert steps.held["p"].cached_tokens == 12
+    assert steps.scheduler.counters.filled_tokens == 12
+    steps.scheduler.release("p")
+    steps.until_idle()
