@@ -2,7 +2,8 @@
 
 The router begins with a greeting, the worker takes the session with an empty message, and then messages go
 both ways. Either side says when it has ended, the worker also why. gRPC, which carries the calls (`rpc.py`),
-would do this too: a token's message then costs 15 to 20 times the processor time on either side.
+could do this too, and a message would take 0.1 to 0.4 ms more of the processor, both sides
+together.
 """
 
 from __future__ import annotations
