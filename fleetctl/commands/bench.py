@@ -186,8 +186,8 @@ def bench(target: Target, html: Path | None, records: Path | None, **given: Any)
     if context.invoked_subcommand is not None:
         _none_given(context)
         return
-    server, probe, words, plan = _prepare(target, given)
     _check_writable(html, records)
+    server, probe, words, plan = _prepare(target, given)
     with _Screen(target.as_json) as screen:
         sends_s = plan.source.shape.duration_s
         run = _play(server, plan, words, screen, server.model, None if math.isinf(sends_s) else sends_s)
@@ -237,8 +237,8 @@ def find(target: Target, html: Path | None, **given: Any) -> None:
         given["tolerance"],
         given["runs"],
     )
-    server, probe, words, plan = _prepare(target, given)
     _check_writable(html)
+    server, probe, words, plan = _prepare(target, given)
     natural = _natural_rate(plan.source) if plan.source.trace else None
     search, interrupted = Search(settings), ""
     began = time.time()
@@ -301,15 +301,16 @@ def _check_writable(*paths: Path | None) -> None:
 
 def _prepare(target: Target, given: Mapping[str, Any]) -> tuple[Server, Probe, Vocabulary, Plan]:
     """All that can be wrong is said here, before anything is measured."""
-    try:
-        plan = plan_of(given)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    server = _server(target, given)
     from fleetctl.bench.play import probe, trace_lines, whole_words
     from fleetctl.bench.prompts import Vocabulary
 
-    first = next(plan.source.conversations(trace_lines(plan.source.trace) if plan.source.trace else ()), None)
+    try:
+        plan = plan_of(given)
+        lines = trace_lines(plan.source.trace) if plan.source.trace else ()
+        first = next(plan.source.conversations(lines), None)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    server = _server(target, given)
     if first is None:
         raise BadRequest("the workload is empty: no conversation begins before its end")
     words = whole_words(given["tokenizer"]) if given["tokenizer"] else None
