@@ -6,12 +6,14 @@ import asyncio
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.metrics import Buckets, Family, Kind, counter, gauge, histogram, value
+from fleet.metrics import Buckets, Family, Kind, Labels, counter, gauge, histogram, value
 from fleet.telemetry import LogFormat, LogLevel, LogSettings, page, set_up_logging
 
 
@@ -103,6 +105,18 @@ def test_a_page_shows_the_moment_it_was_asked_for() -> None:
     found = written(*families)
     assert found["a_total", (("x", "one"),)] == 1
     assert found["b_count", ()] == 0
+
+
+def test_the_page_is_written_off_the_loop() -> None:
+    class Seen(dict[Labels, float]):
+        def items(self) -> Any:
+            threads.append(threading.get_ident())
+            return super().items()
+
+    threads: list[int] = []
+    written(Family("a", Kind.GAUGE, "A.", (), Seen({(): 1.0})))
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_vllms_names_are_told_when_asked_for() -> None:
