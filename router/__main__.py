@@ -119,6 +119,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             written = AccessLog()
             stack.callback(written.close)
             ingress.finished.append(written.tell)
+            ingress.metrics.beside.append(written.families)
         if settings.trace.endpoint:
             ingress.tracer = Tracer(settings.trace, instance=id)
             # Sending what is left may take seconds, and the loop has other things to end.

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from fleet.metrics import Family, Kind, value
 from router.openai.finished import Finished
 from router.openai.stream import Choice
 from router.record import HandoffRecord
@@ -39,6 +40,9 @@ class AccessLog:
             self._lines.put_nowait(msgspec.json.encode(line_of(finished)) + b"\n")
         except queue.Full:
             self.lost += 1
+
+    def families(self) -> list[Family]:
+        return [value("pdfleet_access_log_lost", "Lines that nobody took in time.", Kind.COUNTER, self.lost)]
 
     def close(self, limit_s: float = 2.0) -> None:
         """Writes what is left, if its reader takes it in time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from functools import cache
 
 from whole_fleet import Box
@@ -11,6 +12,7 @@ from fleet.metrics import Family
 from fleet.request import Sampling
 from fleet.virtual_time import run
 from router.exposition import families
+from router.openai.access_log import AccessLog
 from router.openai.metrics import Metrics
 
 
@@ -34,6 +36,8 @@ def _told() -> tuple[tuple[Family, ...], tuple[Family, ...]]:
                 of_worker = worker.process.call(worker.chassis.families)
                 for family in (*of_worker, *worker.engine.families(), *worker.transfer.families()):
                     by_name.setdefault(family.name, family)
-            return (*Metrics().families(), *told), tuple(by_name.values())
+            written = AccessLog(io.BytesIO())
+            written.close()
+            return (*Metrics().families(), *written.families(), *told), tuple(by_name.values())
 
     return run(main())

@@ -83,6 +83,8 @@ def test_a_reader_that_does_not_read_holds_up_nothing() -> None:
         for _ in range(20_000):
             written.tell(finished)  # type: ignore[arg-type]
         assert written.lost > 1000
+        (told,) = written.families()
+        assert told.series == {(): written.lost}
         emptied = threading.Thread(target=_read_all, args=(reading,))
         emptied.start()
         written.close(20)
