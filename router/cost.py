@@ -117,6 +117,10 @@ class Ask:
     """Routers that choose at the same time, this one included."""
     lost: Collection[Incarnation] = ()
     """Of `avoid`, those that cannot be asked for KV either."""
+    prefer: Collection[WorkerId] = ()
+    """Taken among near equals: the last turn of the conversation went there."""
+    only: Collection[WorkerId] = ()
+    """Of the roles that these have, no others are taken."""
 
 
 _Base = tuple[float, float, Standing, int, int]
@@ -149,6 +153,8 @@ def choose_prefill(pool: Pool, ask: Ask, settings: CostSettings) -> Choice | Non
     hopeful = [base for base in bases if base[0] * (1.0 if anyone or base[3] >= enough else advantage) < best]
     local = _local(pool, ask, settings, hopeful, lender)
     near = [offer for offer in local if offer[0] * (1.0 if offer[4] <= short else advantage) < best]
+    if ask.only and any(offer[2].card.id in ask.only for offer in remote):
+        near = []
     seen = len(remote) + len(bases)
     return _take(pool, ask, settings, near or remote, remote if near else local, seen, "", lender)
 
@@ -166,6 +172,8 @@ def choose_decode(pool: Pool, ask: Ask, settings: CostSettings, *, ticket: bool)
 def _able(workers: Sequence[Standing], ask: Ask) -> list[Standing]:
     """Those that could hold the sequence and one token more, and did not fail it before."""
     tokens, avoid = ask.tokens, ask.avoid
+    if ask.only:
+        workers = [w for w in workers if w.card.id in ask.only] or workers
     return [w for w in workers if w.card.max_tokens > tokens and w.card.incarnation not in avoid]
 
 
@@ -292,6 +300,9 @@ def _take(
         first = ask.tie % len(near)
         second = (first + 1 + ask.tie // len(near) % (len(near) - 1)) % len(near)
         chosen = min(near[first], near[second], key=_busy)
+    kept = [offer for offer in near if offer[2].card.id in ask.prefer] if ask.prefer else []
+    if kept:
+        chosen = min(kept, key=_seconds)
     seconds, _, worker, cached, tokens, local, transfer, come = chosen
     blocks = -(-ask.tokens // pool.block_size)
     told = worker.report is not None
@@ -312,6 +323,10 @@ def _take(
         parts.append(f"only {worker.blocks_free:.0f} blocks free")
     if note:
         parts.append(note)
+    if worker.card.id in ask.only:
+        parts.append("pinned by the request")
+    elif kept:
+        parts.append("its session's last turn was here")
     parts.append(f"{len(near)} of {seen} near {best[0] * 1000:.0f} ms")
     return Choice(
         worker=worker.id,

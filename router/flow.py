@@ -50,6 +50,7 @@ from fleet.handoff import (
     Token,
 )
 from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
+from fleet.member import Role
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Stage, Timeline
 from router.admission import Act, Admission, Decision
@@ -61,6 +62,7 @@ from router.prefix_index import PrefixIndex
 from router.record import HandoffRecord, HandoffState, Records
 from router.roster import LinkState, Pool, Roster
 from router.run import Run, RunEnd, RunToken, Terms
+from router.sessions import Sessions
 from router.settings import AdmissionMode, RouterSettings
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Flow:
         """By class, from its first request that ended."""
         self.meters = Meters()
         self.records = Records(settings.flow.records)
+        self.sessions = Sessions(settings.flow.sessions)
         self.counters: Counter[str] = Counter()
         """Totals since start: `requests`; of each, once, `finished_stop`, `finished_length`, `cancelled` or
         `failed_<error>`; beside them `prefills_remote`, `prefills_local`, `handoffs`, `early_legs`
@@ -328,6 +331,7 @@ class _Run:
     async def _first_leg(self) -> _Leg:
         """Through admission to a worker. Raises `Overloaded` for a request that is refused."""
         flow, now = self.flow, self.loop.time()
+        self._check_pins()
         found = None if flow.mode is AdmissionMode.OFF else self._choose(set())
         if found is None:
             return await self._next_leg()
@@ -342,6 +346,19 @@ class _Run:
             if decision.act is Act.QUEUE:
                 return await self._await_turn()
         return self._try_leg(found, cast) or await self._next_leg()
+
+    def _check_pins(self) -> None:
+        """Whoever pins wants to know what that worker does: no other one answers for it."""
+        for worker in self.terms.pins:
+            standing = self.flow.roster.get(worker)
+            if standing is None:
+                raise Unavailable(f"the request is pinned to worker {worker}, which is not here")
+            if not standing.usable or standing.card.model != self.request.model:
+                state, link = standing.card.state, standing.link
+                raise Unavailable(
+                    f"the request is pinned to worker {worker}, which is {state} with its session {link} "
+                    f"and serves {standing.card.model}"
+                )
 
     async def _await_turn(self) -> _Leg:
         self.flow.counters["queued"] += 1
@@ -541,6 +558,7 @@ class _Run:
         self.timeline.mark(Stage.DECODE_SENT, now)
         self.flow.counters["handoffs"] += 1
         self.flow.counters["early_handoffs"] += 1
+        self._went(Role.DECODE, early.choice)
         self._arm()
         return early
 
@@ -608,6 +626,8 @@ class _Run:
             avoid=self.avoid | gone,
             routers=self.flow.roster.routers,
             lost=(self.avoid - self.refused) | gone,
+            prefer=self.flow.sessions.last(self.terms.tenant, self.terms.session),
+            only=self.terms.pins,
         )
 
     def _needed(self) -> int:
@@ -638,9 +658,13 @@ class _Run:
         self.flow.counters[count] += 1
         if job.holder is not None:
             self.flow.counters["borrows"] += 1
+        self._went(Role.PREFILL if isinstance(job, PrefillJob) else Role.DECODE, choice)
         log.debug(
             "request %s: %s at %s: %s", self.request.id, state, choice.worker, choice.why, extra=self.logged
         )
+
+    def _went(self, role: Role, choice: Choice) -> None:
+        self.flow.sessions.went(self.terms.tenant, self.terms.session, role, choice.worker)
 
     def _nobody(self) -> FleetError:
         """Why no worker can take the request now."""

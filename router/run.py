@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fleet.handoff import CancelReason
+from fleet.ids import WorkerId
 from fleet.objectives import Objectives
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Timeline
@@ -41,6 +42,10 @@ class Terms:
     """From authentication; requests of one tenant share what is its part of the fleet."""
     weight: float = 1.0
     """Of the tenant, against others."""
+    session: str = ""
+    """The tenant's name for the conversation: where all else is equal, it goes where the last turn went."""
+    pins: tuple[WorkerId, ...] = ()
+    """Of the roles that these workers have, no others are taken while they can be; an operator's wish."""
 
 
 class Run(Protocol):

@@ -119,6 +119,9 @@ class FlowSettings:
     computed. It takes room there sooner; the second token comes sooner by what the pull would have taken."""
     lease_margin_s: float = 1.0
     """Seconds that a lease must have left for its KV to be offered to a second decode worker."""
+    sessions: int = 100_000
+    """Conversations of which it is remembered where their last turn went (`x-session-id`), about 500 bytes
+    each; the oldest go first."""
     records: int = 2048
     """Hand-off records kept for explaining; the oldest go first."""
 

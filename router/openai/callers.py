@@ -5,23 +5,32 @@ A request may choose another class than its key's, and ask for more than its cla
     x-slo-class: batch          a class of no higher priority than the key's own; without keys, any
     x-slo-ttft-ms: 500          a shorter time to the first token than the class's
     x-deadline-ms: 20000        the last byte within this time, or an error; at most http.deadline_s
+    x-session-id: chat-17       the conversation it belongs to: see `Terms.session`
+    x-pin-workers: decode-1     workers it must go to, joined by commas: see `Terms.pins`; admin keys only
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet.api_keys import ApiKey, check_classes, find, salt
 from fleet.errors import BadRequest, Overloaded, Unauthorized
+from fleet.ids import WorkerId
 from fleet.objectives import CLASSES, STANDARD, Objectives
 from router.run import Terms
 
 CALLER = "pdfleet.caller"
 """Key in the scope of a request: the `Caller`."""
 CLASS, TTFT, DEADLINE = b"x-slo-class", b"x-slo-ttft-ms", b"x-deadline-ms"
-_HEADERS = frozenset((CLASS, TTFT, DEADLINE))
+SESSION, PINS = b"x-session-id", b"x-pin-workers"
+_HEADERS = frozenset((CLASS, TTFT, DEADLINE, SESSION, PINS))
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
+"""Of a session or a worker."""
+_PINS = 8
+"""Most workers that one request may name."""
 
 
 class _Bucket:
@@ -180,6 +189,10 @@ class Callers:
         if DEADLINE in given:
             most = deadline_s * 1000
             deadline_ms = _milliseconds(DEADLINE, given[DEADLINE], most, "setting http.deadline_s")
+        if SESSION in given:
+            terms = replace(terms, session=_name(SESSION, given[SESSION]))
+        if PINS in given:
+            terms = replace(terms, pins=_pins(caller, given[PINS]))
         promised = promised.tightened(ttft_ms=ttft_ms, e2e_ms=deadline_ms)
         within_s = math.inf if deadline_ms is None else deadline_ms / 1000
         return replace(caller, terms=replace(terms, objectives=promised), deadline_s=within_s)
@@ -200,6 +213,29 @@ class Callers:
                 param=CLASS.decode(),
             )
         return replace(terms, slo_class=name, objectives=wanted)
+
+
+def _name(header: bytes, value: bytes) -> str:
+    name = value.decode("latin-1")
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"{header.decode()} takes names of 1 to 128 visible ASCII characters", param=header.decode()
+        )
+    return name
+
+
+def _pins(caller: Caller, value: bytes) -> tuple[WorkerId, ...]:
+    if not caller.admin:
+        raise BadRequest(
+            f"{PINS.decode()}: only an operator's key (fleetctl key new --admin) may choose workers",
+            param=PINS.decode(),
+        )
+    names = value.split(b",")
+    if len(names) > _PINS:
+        raise BadRequest(
+            f"{PINS.decode()} names {len(names)} workers; at most {_PINS} are possible", param=PINS.decode()
+        )
+    return tuple(WorkerId(_name(PINS, name.strip())) for name in names)
 
 
 def _milliseconds(header: bytes, value: bytes, most: float, whose: str) -> float:

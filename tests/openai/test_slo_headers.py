@@ -12,12 +12,13 @@ from fleet.errors import BadRequest
 from fleet.objectives import CLASSES, Objectives
 from router.openai.callers import Callers
 
-KEYS = {"urgent": "interactive", "plain": "", "slow": "batch"}
+KEYS = {"urgent": "interactive", "plain": "", "slow": "batch", "operator": ""}
 OWN = {**CLASSES, "voice": Objectives(ttft_ms=300, itl_ms=60, priority=2)}
 
 
 def entry(name: str, **more: Any) -> ApiKey:
-    return ApiKey(sha256=digest(name), tenant=f"tenant-{name}", slo_class=KEYS[name], **more)
+    given = {"admin": name == "operator", **more}
+    return ApiKey(sha256=digest(name), tenant=f"tenant-{name}", slo_class=KEYS[name], **given)
 
 
 def callers(*, default: str = "standard", keys: bool = True) -> Callers:
@@ -31,7 +32,9 @@ def asked(of: Callers, key: str, **headers: str) -> Any:
 
 def test_the_class_is_the_keys_the_default_or_what_the_header_says() -> None:
     of = callers()
-    assert [asked(of, key).terms.slo_class for key in KEYS] == ["interactive", "standard", "batch"]
+    assert [asked(of, key).terms.slo_class for key in KEYS] == [
+        "interactive", "standard", "batch", "standard",
+    ]  # fmt: skip
     terms = asked(of, "urgent", x_slo_class="batch").terms
     assert (terms.slo_class, terms.objectives, terms.tenant, terms.weight) == (
         "batch", CLASSES["batch"], "tenant-urgent", 2.0,
@@ -57,6 +60,14 @@ def test_the_class_is_the_keys_the_default_or_what_the_header_says() -> None:
         ("urgent", {"x_deadline_ms": "600001"}, "from 1 to 600000 .setting http.deadline_s"),
         ("urgent", {"x_deadline_ms": "-5"}, "x-deadline-ms must be a number of ms"),
         ("urgent", {"x_deadline_ms": "inf"}, "x-deadline-ms must be"),
+        ("urgent", {"x_session_id": ""}, "names of 1 to 128 visible"),
+        ("urgent", {"x_session_id": "a b"}, "names of 1 to 128 visible"),
+        ("urgent", {"x_session_id": "x" * 129}, "names of 1 to 128 visible"),
+        ("urgent", {"x_session_id": "ü"}, "names of 1 to 128 visible"),
+        ("urgent", {"x_pin_workers": "d1"}, "only an operator's key"),
+        ("operator", {"x_pin_workers": ""}, "names of 1 to 128 visible"),
+        ("operator", {"x_pin_workers": "d1,,d2"}, "names of 1 to 128 visible"),
+        ("operator", {"x_pin_workers": ",".join("abcdefghi")}, "names 9 workers; at most 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_for_is_told(key: str, headers: dict[str, str], says: str) -> None:
@@ -114,3 +125,11 @@ def test_over_http(serve: Any, says: Any) -> None:
             assert second.terms.tenant == "tenant-urgent"
 
     asyncio.run(main())
+
+
+def test_a_request_names_its_session_and_an_operator_its_workers() -> None:
+    terms = asked(callers(), "urgent", x_session_id="chat-17").terms
+    assert (terms.session, terms.pins, terms.tenant) == ("chat-17", (), "tenant-urgent")
+    assert asked(callers(), "urgent").terms.session == ""
+    assert asked(callers(), "operator", x_pin_workers="d1, p-0").terms.pins == ("d1", "p-0")
+    assert asked(callers(keys=False), "", x_pin_workers="d1").terms.pins == ("d1",), "no keys, no secrets"

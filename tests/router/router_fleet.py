@@ -23,7 +23,7 @@ from fleet.stages import Timeline
 from fleet.wire.codec import encode_kv_events, encode_load_report
 from fleet.wire.memory import MemoryHub as WireHub
 from fleet.wire.session import WireSettings
-from router.run import RunEnd, RunToken
+from router.run import RunEnd, RunToken, Terms
 from router.settings import CostSettings, RouterSettings
 from router.watcher import Router
 
@@ -169,10 +169,15 @@ class Answer:
 
 
 async def ask(
-    fleet: Fleet, of: Request, *, stop_after: int | None = None, reason: CancelReason = CancelReason.CLIENT
+    fleet: Fleet,
+    of: Request,
+    *,
+    stop_after: int | None = None,
+    reason: CancelReason = CancelReason.CLIENT,
+    terms: Terms | None = None,
 ) -> Answer:
     got = Answer(timeline=Timeline(asyncio.get_running_loop().time()))
-    run = fleet.router.flow.start(of, got.timeline)
+    run = fleet.router.flow.start(of, got.timeline, terms)
     try:
         async for event in run:
             match event:
