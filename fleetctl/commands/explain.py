@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
@@ -193,7 +195,9 @@ def trace(
         path = f"/fleet/events?{urlencode(query)}"
     else:
         path = f"/fleet/requests/{quote(request, safe='')}/events?{urlencode({'seconds': seconds})}"
-    asyncio.run(_trace(target, request, ca, path, count))
+    # Ctrl-C is how one ends it.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_trace(target, request, ca, path, count))
 
 
 async def _trace(target: Target, request: str | None, ca: Path | None, path: str, count: int | None) -> None:
@@ -202,28 +206,43 @@ async def _trace(target: Target, request: str | None, ca: Path | None, path: str
     from fleetctl.view import terminal
 
     asker, routers = Asker(ca), await _routers(target)
-    console, ended, silent, known = terminal(), 0, list[str](), False
+    console, ended, silent = terminal(), 0, list[str]()
+    telling: dict[str, bool] = {}
+    """Of each router that had something to tell: whether the last thing was an end."""
     async for router, said in _merged(asker, routers, path):
         if isinstance(said, FleetError):
             silent.append(said.message)
             _warn([said.message])
-            continue
-        known = True
-        if said is None:
-            continue
-        if target.as_json:
-            click.echo(json.dumps({"router": router.id, **said}))
+        elif isinstance(said, Mark):
+            telling.setdefault(router.id, False)
+            if said is Mark.OVER and request is None:
+                _warn([f"router {router.id} tells no more: the time to follow is over, or it is leaving"])
         else:
-            console.print(event_line(said, router.id))
-        ended += said["event"] == "end"
-        if count is not None and ended >= count:
-            break
-    if not known:
+            if target.as_json:
+                click.echo(json.dumps({"router": router.id, **said}))
+            else:
+                console.print(event_line(said, router.id))
+            telling[router.id] = said["event"] == "end"
+            ended += telling[router.id]
+            if count is not None and ended >= count:
+                return
+    if not telling:
         raise NotFound(_nobody(request, routers, silent)) if request else Unavailable("; ".join(silent))
+    if request and not all(telling.values()):
+        raise Unavailable(
+            f"the news of {request} broke off before its end: its router has left or died, or --seconds are "
+            f"over; see `fleetctl explain {request}`"
+        )
 
 
-_Told = tuple["RouterAddress", "dict[str, Any] | FleetError | None"]
-"""None: the router has begun to tell."""
+class Mark(StrEnum):
+    """What a router's stream of news has come to."""
+
+    BEGUN = "begun"
+    OVER = "over"
+
+
+_Told = tuple["RouterAddress", "dict[str, Any] | FleetError | Mark"]
 
 
 async def _merged(asker: Asker, routers: list[RouterAddress], path: str) -> AsyncIterator[_Told]:
@@ -237,9 +256,10 @@ async def _merged(asker: Asker, routers: list[RouterAddress], path: str) -> Asyn
                     if said.status != 404:
                         _refuse(said)
                     return
-                await news.put((router, None))
+                await news.put((router, Mark.BEGUN))
                 async for data in said:
                     await news.put((router, json.loads(data)))
+                await news.put((router, Mark.OVER))
         except Unavailable as error:
             await news.put((router, error))
         except Exception as error:  # noqa: BLE001 — whoever reads the news raises it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,17 @@ def test_a_request_is_explained_and_traced_whichever_router_had_it(fleet: Fleet)
             assert events[-1]["event"] == "end"
             assert events[-1]["outcome"]["tokens"] == 300
             assert {event["router"] for event in events} == {"router-1"}
+            endless = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "fleetctl", "trace", "--json"),
+                *("--etcd", fleet.etcd.address, "--fleet", FLEET),
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            assert endless.stdout is not None
+            reading = asyncio.create_task(endless.stdout.readline())
+            while not reading.done():
+                await ask(client, "router-0", "any", 1)
+            endless.send_signal(signal.SIGINT)
+            assert await endless.wait() == 0, "Ctrl-C is how one ends it"
 
     asyncio.run(main())
     told = json.loads(fleetctl(fleet, "explain", "long", "--json"))
