@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import trustme
+from click.testing import CliRunner
 
 from fleet.errors import BadRequest, Unavailable
+from fleetctl.__main__ import main
 from fleetctl.routers import Asker, RouterAddress, Said
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -130,3 +133,23 @@ def test_events_are_read_until_the_stream_ends_or_breaks() -> None:
     assert (refused.status, refused.body) == (404, b"none")
     with pytest.raises(Unavailable, match="broke"):
         asyncio.run(news(OK + b"data: " + b"x" * (2 << 20) + b"\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "r", "--slow", "1"], "--slow lists requests"),
+        (["trace", "r", "--class", "batch"], "leave them or REQUEST out"),
+        (["trace", "r", "--count", "3"], "leave them or REQUEST out"),
+        (["explain", "r"], "is not up on this machine"),
+        (["trace"], "is not up on this machine"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_would(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(main, [*arguments, "--state-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert said in result.output
+    as_json = CliRunner().invoke(main, [*arguments, "--state-dir", str(tmp_path), "--json"])
+    assert said in json.loads(as_json.output)["error"]["message"]

@@ -14,7 +14,7 @@ from fleetctl.__main__ import main
 def test_a_new_key_is_found_by_its_line(tmp_path: Path) -> None:
     file = tmp_path / "keys.jsonl"
     said = []
-    for tenant, more in (("acme", ["--class", "batch", "--tokens-per-minute", "9"]), ("zeta", [])):
+    for tenant, more in (("acme", ["--class", "batch", "--tokens-per-minute", "9"]), ("zeta", ["--admin"])):
         arguments = ["key", "new", "--tenant", tenant, "--file", str(file), "--json", *more]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0, result.output
@@ -27,6 +27,7 @@ def test_a_new_key_is_found_by_its_line(tmp_path: Path) -> None:
         ("acme", "batch", 9),
         ("zeta", "", 0),
     ]
+    assert [key.admin for key in keys] == [False, True]
     assert not [one for one in said if one["key"] in text]
 
 
