@@ -26,6 +26,7 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+	MYPYPATH=deploy/monitoring $(BIN)/mypy deploy/monitoring/build.py
 
 contracts: setup
 	$(BIN)/lint-imports

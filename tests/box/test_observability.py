@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from whole_fleet import MODEL, Answer, Box, workload
@@ -48,7 +49,15 @@ class Watch:
 
     def look(self, box: Box) -> None:
         self.looks += 1
-        for name, family in scrape(box).items():
+        self._look("router", scrape(box).values())
+        for worker in box.workers.values():
+            if hasattr(worker, "transfer"):
+                told = [*worker.process.call(worker.chassis.families), *worker.engine.families()]
+                self._look(worker.incarnation, [*told, *worker.transfer.families()])
+
+    def _look(self, life: str, told: Iterable[Family]) -> None:
+        for family in told:
+            name = f"{life}: {family.name}"
             for key, number in family.series.items():
                 if family.kind is Kind.GAUGE:
                     assert not isinstance(number, Buckets)
