@@ -156,6 +156,7 @@ def _run_plots(plan: Plan, records: Sequence[Record]) -> list[str]:
     plots = []
     for what, key in (("TTFT", "ttft"), ("TPOT", "tpot")):
         series, rules = [], []
+        longest = 0.0
         for name in names:
             values = [
                 value * 1e3
@@ -165,10 +166,13 @@ def _run_plots(plan: Plan, records: Sequence[Record]) -> list[str]:
                 and value > 0
             ]
             series.append(Series(name or "default", cdf(values)))
+            longest = max([longest, *values])
             limit = getattr(plan.of(name), f"{key}_ms")
             if limit is not None:
                 label = f"{name}: {limit:g} ms" if name else f"objective: {limit:g} ms"
                 rules.append(Rule(label, limit, vertical=True))
+        # An objective far beyond all that was measured would press it into a corner.
+        rules = [rule for rule in rules if rule.at < longest * 20]
         axis = Axis(f"{what}, ms", logarithmic=True)
         plots.append(plot(f"{what}: share of requests", axis, Axis("share", most=1.0), series, rules))
     rows = timeline(plan, records)
@@ -202,18 +206,20 @@ def _scatter(counted: Sequence[Any], most: int = 3000) -> list[Series]:
 
 
 def _find_plots(report: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]:
-    ordered = sorted(trials, key=lambda one: one.rate)
+    """Lines go through what all runs at a rate say together; marks are single runs."""
     rate = Axis("rate, requests/s")
-    goodput = [(one.rate, one.goodput) for one in ordered if one.goodput is not None]
-    most = max((one.rate for one in ordered), default=0.0)
+    rates = sorted({one.rate for one in trials})
+    single = [(one.rate, one.attainment) for one in trials if one.attainment is not None]
+    together = [(at, share) for at in rates if (share := _attainment(trials, at)) is not None]
     plots = [
         plot(
-            "Goodput",
+            "Goodput: rate × attainment",
             rate,
             Axis("attaining requests/s"),
             [
-                Series("goodput", goodput, marks=True),
-                Series("all that was asked", [(0.0, 0.0), (most, most)] if most else []),
+                Series("all runs at a rate", [(at, at * share) for at, share in together]),
+                Series("all that is asked", [(0.0, 0.0), (rates[-1], rates[-1])] if rates else []),
+                Series("one run", [(at, at * share) for at, share in single], line=False, marks=True),
             ],
         ),
         plot(
@@ -221,30 +227,36 @@ def _find_plots(report: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]
             rate,
             Axis("share", least=0.0, most=1.0),
             [
-                Series(
-                    "attainment",
-                    [(one.rate, one.attainment) for one in ordered if one.attainment is not None],
-                    marks=True,
-                )
+                Series("all runs at a rate", together),
+                Series("one run", single, line=False, marks=True),
             ],
             [Rule(f"target {_share(report['found']['target'])}", report["found"]["target"])],
         ),
     ]
     for name in ("ttft", "tpot"):
+        told = [one for one in _longest_runs(trials) if f"{name}_ms" in one.facts]
         series = [
-            Series(
-                percent,
-                [
-                    (one.rate, one.facts[f"{name}_ms"][percent])
-                    for one in ordered
-                    if f"{name}_ms" in one.facts
-                ],
-                marks=True,
-            )
+            Series(percent, [(one.rate, one.facts[f"{name}_ms"][percent]) for one in told], marks=True)
             for percent in ("p50", "p90", "p99")
         ]
         plots.append(plot(name.upper(), rate, Axis("ms", logarithmic=True), series))
     return plots
+
+
+def _attainment(trials: Sequence[Trial], rate: float) -> float | None:
+    here = [one for one in trials if one.rate == rate]
+    counted = sum(one.attained + one.missed for one in here)
+    return sum(one.attained for one in here) / counted if counted else None
+
+
+def _longest_runs(trials: Sequence[Trial]) -> list[Trial]:
+    """The run with most requests of each rate, by rate."""
+    best: dict[float, Trial] = {}
+    for one in trials:
+        known = best.get(one.rate)
+        if known is None or one.attained + one.missed > known.attained + known.missed:
+            best[one.rate] = one
+    return [best[rate] for rate in sorted(best)]
 
 
 def _class_table(report: Mapping[str, Any]) -> str:
