@@ -121,6 +121,7 @@ def test_metrics_may_be_open(serve: Any, says: Any) -> None:
     async def main() -> None:
         async with serve(says("ok"), keys=[entry()], open_metrics=True) as site:
             assert (await site.client.get("/metrics")).status_code == 200
+            assert (await site.client.get("/fleet/targets")).json() == []
             is_refused(await site.client.get("/v1/models"))
 
     asyncio.run(main())
