@@ -121,15 +121,17 @@ class Meters:
         by_class = ("model", "slo_class")
         yield counter("pdfleet_requests_received", "Requests taken on: answers to be made.",
                       by_class, self._received)  # fmt: skip
-        yield counter("pdfleet_requests_ended", "Of those, the ones that ended, by how.",
-                      (*by_class, "end"), self._ended)  # fmt: skip
+        yield counter("pdfleet_requests_ended",
+                      "Of those, the ones that ended: stop, length, cancelled, rejected, timed_out, failed or "
+                      "invalid (the client's own error).", (*by_class, "end"), self._ended)  # fmt: skip
         yield gauge("pdfleet_requests_in_flight", "Of those, the ones that have not ended.",
                     by_class, self._in_flight)  # fmt: skip
         yield counter("pdfleet_requests_judged", "Ended requests by whether they met their objectives.",
                       (*by_class, "verdict"), self._judged)  # fmt: skip
         yield counter("pdfleet_objectives_missed", "What those that did not attain had missed.",
                       ("slo_class", "reason"), self._missed)  # fmt: skip
-        yield counter("pdfleet_handoffs", "Tickets given to decode workers, by what became of them.",
+        yield counter("pdfleet_handoffs", "Tickets given to decode workers: completed, tried_again, kv_lost, "
+                      "failed or cancelled.",
                       ("outcome",), self._handoffs)  # fmt: skip
         yield counter("pdfleet_prompt_tokens", "Tokens of prompts whose first token came.",
                       by_class, self._prompt_tokens)  # fmt: skip
@@ -139,9 +141,10 @@ class Meters:
                       by_class, self._generated)  # fmt: skip
         for key, (name, help, _) in _DURATIONS.items():
             yield histogram(name, help, by_class, self._durations[key])
-        yield histogram(
-            "pdfleet_stage_seconds", "Parts of a request's life.", ("model", "stage"), self._stages
-        )
+        yield histogram("pdfleet_stage_seconds",
+                        "Parts of a request's life: tokenize, admission (until it was sent), queue (at its "
+                        "worker), prefill, transfer (waited for KV), second_token (after the first), decode.",
+                        ("model", "stage"), self._stages)  # fmt: skip
         yield histogram("pdfleet_ttft_forecast_seconds",
                         "Time to the first token as forecast at arrival, of requests whose first token came.",
                         ("slo_class",), self._forecasts)  # fmt: skip
