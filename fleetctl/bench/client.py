@@ -157,7 +157,7 @@ class Client:
                     self._put_back(connection, exchange)
                 if not (kept and exchange.stale):
                     return
-                # The server closed a kept connection just when it was used: it has not seen the request.
+                # The server closed a kept connection just when it was used, as far as one can tell unread.
                 exchange.again()
         finally:
             timer.cancel()

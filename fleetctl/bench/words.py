@@ -39,7 +39,7 @@ class Server:
             raise BadRequest(
                 f"{self.url!r} is no base URL; one looks like http://127.0.0.1:8000", param="url"
             )
-        for name, value in self.headers.items():
+        for name, value in (*self.headers.items(), ("Authorization", self.api_key), (self.class_header, "")):
             if any(letter in name + value for letter in "\r\n\0"):
                 raise BadRequest(f"header {name!r} cannot be sent: it holds a line break", param="header")
 

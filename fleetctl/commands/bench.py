@@ -245,7 +245,9 @@ def find(target: Target, html: Path | None, **given: Any) -> None:
     with _Screen(target.as_json) as screen:
         while (step := search.next()).rate is not None:
             screen.tell(search.trials, step.why)
-            expected = max(1, round(step.rate * judged_s))
+            # More than are to be expected: it is ended early only where it fails for sure.
+            mean = step.rate * judged_s
+            expected = math.ceil(mean + 2 * max(1.0, given["cv"]) * math.sqrt(mean))
             one = replace(
                 plan,
                 source=plan.source.at_rate(step.rate, plan.source.seed + len(search.trials), natural),
@@ -357,7 +359,7 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     """What these flags come to. Raises `ValueError` and `BadRequest`."""
     import secrets
 
-    from fleet.objectives import CLASSES, STANDARD
+    from fleet.objectives import CLASS_NAME, CLASSES, STANDARD
     from fleet.workload import Amount, Arrivals, Kind, Shape
     from fleetctl.bench.plan import Plan, Source, parse_kind, parse_objectives
 
@@ -367,6 +369,10 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
         Amount.parse(given["turns"]), Amount.parse(given["think"]),
     )  # fmt: skip
     kinds = tuple(parse_kind(one, usual) for one in given["kinds"]) or (usual,)
+    classes = dict(_pair(one, "=", "--map-class", "FROM=TO") for one in given["classes"])
+    for name in (given["service_class"], *classes.values()):
+        if name and not CLASS_NAME.fullmatch(name):
+            raise BadRequest(f"{name!r} is no name of a class")
     trace = given["trace"] or ""
     duration_s = given["duration_s"]
     if duration_s is None:
@@ -386,7 +392,7 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     shape = Shape(
         given["speed"], given["skip_s"], duration_s, given["requests"], given["length_scale"],
         given["prompt_limit"], given["output_limit"],
-        dict(_pair(one, "=", "--map-class", "FROM=TO") for one in given["classes"]),
+        classes,
     )  # fmt: skip
     seed = given["seed"] if given["seed"] is not None else secrets.randbelow(1 << 32)
     source = Source(trace, arrivals, kinds, shape, seed)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +129,7 @@ Script = Callable[[int, bytes, asyncio.StreamReader, asyncio.StreamWriter], Awai
 
 
 @asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[str]:
+async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """A server that reads whole requests and does with the n-th what the script says. Yields its URL."""
     count = 0
     tasks: set[asyncio.Task[None]] = set()
@@ -149,9 +152,10 @@ async def serving(script: Script) -> AsyncIterator[str]:
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        scheme = "https" if tls else "http"
+        yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
         for task in list(tasks):
@@ -319,6 +323,25 @@ def test_a_kept_connection_that_had_closed_is_no_failure() -> None:
     ]  # fmt: skip
 
 
+def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+
+    async def run() -> list[Heard]:
+        async with serving(always(GOOD), context) as url:
+            client = Client(Server(url.replace("127.0.0.1", "localhost"), "m", timeout_s=30))
+            heard = [await client.stream(client.request({})) for _ in range(2)]
+            client.close()
+            return heard
+
+    unknown = asyncio.run(run())
+    assert [one.failure and one.failure.kind for one in unknown] == ["connect", "connect"]
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    assert [one.end for one in asyncio.run(run())] == [End.FINISHED] * 2
+
+
 @pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x", "http://"])
 def test_urls_that_cannot_be(url: str) -> None:
     with pytest.raises(BadRequest, match="base URL"):
@@ -328,6 +351,8 @@ def test_urls_that_cannot_be(url: str) -> None:
 def test_a_header_holds_no_line_break() -> None:
     with pytest.raises(BadRequest, match="line break"):
         Server("http://x", headers={"a": "b\r\nc: d"})
+    with pytest.raises(BadRequest, match="line break"):
+        Server("http://x", api_key="k\nc: d")
 
 
 # Whole runs.

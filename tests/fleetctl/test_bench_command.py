@@ -85,6 +85,8 @@ def serving() -> Iterator[tuple[Server, str]]:
         (["--ramp-to", "5", "--requests", "5"], "needs a --duration"),
         (["--warm-up", "30", "--duration", "30"], "nothing would be judged"),
         (["--header", "Accept"], "NAME:VALUE"),
+        (["--class", "a\nb: c"], "no name of a class"),
+        (["--map-class", "a=B"], "no name of a class"),
         (["--url", "ftp://x"], "base URL"),
         (["--html", "/nowhere/at/all.html"], "no folder"),
     ],
