@@ -326,8 +326,10 @@ class Rolling:
                 attained += tally.attained
                 missed += tally.missed
                 uncounted += tally.uncounted
-            seconds = min(window_s, now - self._since)
-            found[window_s] = Figures(seconds, attained, missed, uncounted, {}, None, None, None, None)
+            since = max(self._since, now - window_s)
+            if slots:
+                since = max(since, slots[-1][0] + _SLOT_S)  # That one is left out whole.
+            found[window_s] = Figures(now - since, attained, missed, uncounted, {}, None, None, None, None)
         return found
 
     def burn_rates(self, target: float, now: float) -> dict[float, float | None]:

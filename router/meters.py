@@ -122,8 +122,8 @@ class Meters:
         yield counter("pdfleet_requests_received", "Requests taken on: answers to be made.",
                       by_class, self._received)  # fmt: skip
         yield counter("pdfleet_requests_ended",
-                      "Of those, the ones that ended: stop, length, cancelled, rejected, timed_out, failed or "
-                      "invalid (the client's own error).", (*by_class, "end"), self._ended)  # fmt: skip
+                      "Of those, the ones that ended: stop, length, cancelled, rejected, timed_out, failed "
+                      "or invalid (the client's own error).", (*by_class, "end"), self._ended)  # fmt: skip
         yield gauge("pdfleet_requests_in_flight", "Of those, the ones that have not ended.",
                     by_class, self._in_flight)  # fmt: skip
         yield counter("pdfleet_requests_judged", "Ended requests by whether they met their objectives.",
