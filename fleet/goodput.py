@@ -308,12 +308,21 @@ class Rolling:
 
     def figures(self, window_s: float, now: float) -> Figures:
         """Times at most of the last ten minutes, and all to within ten seconds."""
-        tally = Tally()
+        tally, since = Tally(), max(self._since, now - window_s)
         for start, slot in reversed(self._slots):
             if start < now - window_s:
+                # It began before the window and is left out whole: so are the seconds that it shares with it.
+                since = max(since, start + _SLOT_S)
                 break
             tally.merge(slot)
-        return tally.figures(min(window_s, now - self._since))
+        return tally.figures(now - since)
+
+    def history(self, after: float, now: float) -> list[tuple[float, Figures]]:
+        """Since when, and figures, of every ten seconds that began after that and are over, the oldest first;
+        of the last ten minutes. Where nothing ended for longer, there is none."""
+        return [
+            (start, slot.figures(_SLOT_S)) for start, slot in self._timed if after < start <= now - _SLOT_S
+        ]
 
     def counts(self, now: float) -> dict[float, Figures]:
         """Window in seconds → figures without reasons and times, all in one pass: for who asks often."""

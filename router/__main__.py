@@ -23,6 +23,7 @@ from fleet.tracing import Tracer, TraceSettings
 from fleet.wire.network import NetworkWire
 from fleet.wire.session import WireSettings
 from router.exposition import families, targets
+from router.live import Live
 from router.openai.access_log import AccessLog
 from router.openai.asgi import Ingress
 from router.openai.keys_file import KeysFile
@@ -127,6 +128,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         clock = asyncio.get_running_loop().time
         ingress.metrics.beside.append(lambda: families(router.flow, router.counters, clock()))
         ingress.targets = lambda: targets(router.flow, control.fleet)
+        ingress.live = Live(router.flow, router=id, fleet=control.fleet, version=__version__, beside=router)
         beside = [tasks.create_task(router.run())]
         if keys_file is not None:
             looking = keys_file.follow(ingress.change_keys, settings.http.keys_reload_s)

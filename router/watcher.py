@@ -84,6 +84,8 @@ class Router:
         """Totals since start: `views`, `kv_messages`, `load_messages`, `bad_messages`, `bus_dropped`,
         `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap); of other
         routers `peer_messages`, `peer_gaps` and `peers_silent`."""
+        self.others: tuple[tuple[str, str], ...] = ()
+        """Id and URL of each of the other routers that the registry shows."""
         self._registry = registry
         self._bus = bus
         self._wire = wire
@@ -195,6 +197,7 @@ class Router:
                 lives = [_life_in(value) for value in view.values.values()]
                 known = [life for life in lives if life is not None]
                 self.peers.listed(known, nameless=len(lives) - len(known))
+                self.others = _others_in(view, self.name)
                 self._to_tell.set()
         raise Internal("the watch of the registry ended")
 
@@ -360,6 +363,18 @@ class Router:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "the router does not run"
         return self._tasks.create_task(work)
+
+
+def _others_in(view: View, name: str) -> tuple[tuple[str, str], ...]:
+    """Id and URL of the routers it shows but the one of this name; of another version, those that say so."""
+    found = []
+    for _, value in sorted(view.values.items()):
+        try:
+            card = msgspec.json.decode(value, type=dict[str, str | int])
+            found.append((str(card["id"]), str(card["http"])))
+        except (msgspec.MsgspecError, KeyError):
+            continue
+    return tuple(router for router in found if router[0] != name)
 
 
 def _life_in(card: bytes) -> Incarnation | None:

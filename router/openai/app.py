@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
+from router.openai.dashboard import routes as dashboard
 from router.openai.errors import MethodNotAllowed, ModelNotFound, error_body, error_headers
 from router.openai.explain import add_routes
 from router.openai.messages import ChatBody, CompletionBody
@@ -92,6 +93,7 @@ def admin_app(ingress: Ingress, version: str) -> FastAPI:
         return await fleet_error(request, NotFound(f"there is no route {request.url.path[:200]}"))
 
     add_routes(app, ingress)
+    dashboard.add_routes(app, ingress)
     _describe(app, ingress)
     return app
 
@@ -133,7 +135,7 @@ def _describe(app: FastAPI, ingress: Ingress) -> None:
                 bearer = {"type": "http", "scheme": "bearer"}
                 document["components"]["securitySchemes"] = {"key": bearer}
                 document["security"] = [{"key": []}]
-                for path in ingress.open_paths:
+                for path in ingress.open_paths & document["paths"].keys():
                     document["paths"][path]["get"]["security"] = []
             app.openapi_schema = document
         return app.openapi_schema

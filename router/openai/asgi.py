@@ -19,9 +19,11 @@ from fleet.ids import new_request_id
 from fleet.objectives import CLASSES, STANDARD, Objectives
 from fleet.stages import Stage, Timeline
 from fleet.tracing import TRACEPARENT, Trace, Tracer
+from router.live import Live
 from router.openai import chat, completions, responses, tokens
 from router.openai.app import admin_app
 from router.openai.callers import ANYBODY, CALLER, Caller, Callers
+from router.openai.dashboard.routes import PAGE
 from router.openai.errors import (
     Headers,
     HeadersTooLarge,
@@ -64,7 +66,7 @@ _EVENTS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_OPEN = frozenset(("/health", "/ready"))
+_OPEN = frozenset(("/health", "/ready", PAGE))
 _FIGURES = frozenset(("/metrics", "/fleet/targets"))
 _PING = b": ping\n\n"
 _LINGER_S = 2.0
@@ -102,6 +104,8 @@ class Ingress:
         self.metrics = Metrics(settings.vllm_names)
         self.targets: Callable[[], list[dict[str, object]]] = list
         """Where the workers of the fleet tell their figures; none are known here."""
+        self.live: Live | None = None
+        """What is shown to people; nothing here."""
         self.tracer: Tracer | None = None
         self.finished: list[Callable[[Finished], None]] = []
         """Who is told of each request that is over."""

@@ -38,7 +38,7 @@ class Explained:
         self.records = records or Records(1)
         self._requests: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
         """Those of an HTTP request, by the id in its header."""
-        self._shown: dict[RequestId, str] = {}
+        self.shown: dict[RequestId, str] = {}
         self.followers = 0
 
     def began(self, shown: str, requests: tuple[RequestId, ...]) -> None:
@@ -47,13 +47,13 @@ class Explained:
         kept = (*before, *requests)[-_SAME:] if len(requests) < _SAME else requests
         for request in before:
             if request not in kept:
-                self._shown.pop(request, None)
+                self.shown.pop(request, None)
         self._requests[shown] = kept
         for request in requests:
-            self._shown[request] = shown
+            self.shown[request] = shown
         while len(self._requests) > self.records.limit:
             for request in self._requests.popitem(last=False)[1]:
-                self._shown.pop(request, None)
+                self.shown.pop(request, None)
 
     def find(self, id: str, caller: Caller) -> list[HandoffRecord]:
         """Raises `NotFound`; of a request of another tenant too, which is nobody's business."""
@@ -70,7 +70,7 @@ class Explained:
         return found
 
     def describe(self, record: HandoffRecord) -> dict[str, Any]:
-        return {"id": self._shown.get(record.request, record.request), **record.as_dict()}
+        return {"id": self.shown.get(record.request, record.request), **record.as_dict()}
 
     def recent(
         self, caller: Caller, limit: int, wanted: Callable[[HandoffRecord], bool], slow: float
@@ -82,13 +82,13 @@ class Explained:
         else:
             chosen = [record for record, _ in zip(found, range(limit), strict=False)]
         return [
-            {"id": self._shown.get(record.request, record.request), **record.summary()} for record in chosen
+            {"id": self.shown.get(record.request, record.request), **record.summary()} for record in chosen
         ]
 
     def news(self, record: HandoffRecord, step: Transition | None) -> dict[str, Any]:
         """`step` or, when it has ended, `end`."""
         named = {
-            "id": self._shown.get(record.request, record.request),
+            "id": self.shown.get(record.request, record.request),
             "request": record.request,
             "model": record.model,
             "class": record.slo_class,

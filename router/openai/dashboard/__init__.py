@@ -1,0 +1,1 @@
+"""The dashboard: a page that shows what `router.live` tells."""
