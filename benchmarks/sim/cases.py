@@ -19,10 +19,10 @@ ROOFLINE = Roofline(MODELS["llama-3.1-8b"], GPUS["h100"])
 
 @dataclass(frozen=True, slots=True)
 class PublishedTimes:
-    """Those of the offline replay that Dynamo publishes, so that the same trace can be compared: polynomials in
-    the new tokens of a step, and in the share of KV memory that is read; a step of both takes both.
+    """Those of Dynamo's offline replay, so that its published figures can be compared: polynomials in the new
+    tokens of a step, and in the share of KV memory that is read; a step of both takes both.
 
-    Its quadratic part counts a step's own tokens only: a long prompt in chunks costs less than any real one.
+    The quadratic part counts a step's own tokens only: a long prompt in chunks costs less than any real one.
     """
 
     kv_tokens: int = 16384 * 64
