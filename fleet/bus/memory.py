@@ -66,7 +66,8 @@ class MemoryHub:
             self.lost += 1
             return
         for bus in self._buses:
-            bus.receive(message)
+            if bus.reads:
+                bus.receive(message)
 
 
 class MemoryBus:
@@ -90,6 +91,11 @@ class MemoryBus:
     @property
     def connected(self) -> bool:
         return self._hub.up and not self.cut
+
+    @property
+    def reads(self) -> bool:
+        """Most workers only speak."""
+        return bool(self._boxes)
 
     async def publish(self, subject: str, data: bytes) -> None:
         if self.mute:
