@@ -780,7 +780,7 @@ class _Run:
         sampling = self.request.sampling
         if not self.generated:
             return None
-        if self.generated[-1] in sampling.stop_token_ids and len(self.generated) >= sampling.min_tokens:
+        if self.generated[-1] in sampling.stop_token_ids and len(self.generated) > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
 
