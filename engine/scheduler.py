@@ -12,11 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence as Row
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 
 from engine import policy
-from engine.blocks import BlockPool
+from engine.blocks import BlockPool, PoolCounts
 from engine.sequence import Sequence, State
 from engine.settings import EngineSettings
 from engine.words import (
@@ -326,8 +326,9 @@ class Scheduler:
         return len(self._loans)
 
     def totals(self) -> dict[str, int]:
-        pool = {f"block_{name}": count for name, count in asdict(self.pool.counts).items()}
-        return asdict(self.counters) | pool
+        # Not `asdict`: it copies deeply, and this is asked for with every report.
+        own = {name: getattr(self.counters, name) for name in Counters.__slots__}
+        return own | {f"block_{name}": getattr(self.pool.counts, name) for name in PoolCounts.__slots__}
 
     def validate(self, idle: bool = False) -> None:
         """AssertionError on any broken invariant; `idle`: also when anything is left of any sequence."""
