@@ -90,9 +90,14 @@ def probes(position: int) -> list[int]:
 
 
 def reference_tokens(
-    prompt: Sequence[int], sampling: Sampling, count: int | None = None, model: ToyModel | None = None
+    prompt: Sequence[int],
+    sampling: Sampling,
+    count: int | None = None,
+    model: ToyModel | None = None,
+    matcher: Matcher | None = None,
 ) -> list[int]:
-    """What every sequence must become: up to `count` tokens (or `max_tokens`), stop token included."""
+    """What every sequence must become: up to `count` tokens (or `max_tokens`), stop token included; under the
+    constraint of `matcher`, a fresh one."""
     model = model or ToyModel()
     kv: list[int] = []
     last = _START
@@ -104,7 +109,14 @@ def reference_tokens(
         position = len(kv)
         seen = [last, *(kv[probe] for probe in probes(position))]
         token = model.draw(seen, position, sampling, len(drawn))
+        if matcher is not None:
+            allowed = nearest(matcher, token, sampling, len(drawn))
+            if allowed is None or not matcher.accept(allowed):
+                raise ValueError(f"after {len(drawn)} tokens the constraint leaves none")
+            token = allowed
         drawn.append(token)
+        if matcher is not None and matcher.finished:
+            break
         if token in sampling.stop_token_ids and len(drawn) > sampling.min_tokens:
             break
         last = _next_kv(last, token)
@@ -112,14 +124,14 @@ def reference_tokens(
     return drawn
 
 
-def nearest(matcher: Matcher, token: int, chunk: Chunk, position: int) -> int | None:
+def nearest(matcher: Matcher, token: int, sampling: Sampling, drawn_before: int) -> int | None:
     """The first token at or after the one drawn that the constraint allows, past the last one from the
     start; an end token that is not wanted yet only where nothing else is allowed. None: none is."""
     mask = np.zeros((1, -(-matcher.vocabulary // 32)), dtype="<i4")
     matcher.fill(mask, 0)
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
-    if chunk.sampling.ignore_eos or position - chunk.prompt_length < chunk.sampling.min_tokens:
-        others = np.setdiff1d(allowed, (*matcher.end_tokens, *chunk.sampling.stop_token_ids))
+    if sampling.ignore_eos or drawn_before < sampling.min_tokens:
+        others = np.setdiff1d(allowed, (*matcher.end_tokens, *sampling.stop_token_ids))
         allowed = others if len(others) else allowed
     if not len(allowed):
         return None
@@ -214,8 +226,11 @@ class LatencyRunner:
         if not chunk.draw:
             return None
         seen = [last, *(self._read(chunk, probe) for probe in probes(end))]
-        token = self.model.draw(seen, end, chunk.sampling, end - chunk.prompt_length)
-        return token if chunk.matcher is None else nearest(chunk.matcher, token, chunk, end)
+        drawn_before = end - chunk.prompt_length
+        token = self.model.draw(seen, end, chunk.sampling, drawn_before)
+        if chunk.matcher is None:
+            return token
+        return nearest(chunk.matcher, token, chunk.sampling, drawn_before)
 
     def _read(self, chunk: Chunk, position: int) -> int:
         size = self.layout.block_size

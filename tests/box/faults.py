@@ -9,26 +9,31 @@ message by message: see `Outcome.trace`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from whole_fleet import MODEL, Answer, Box, BoxRouter, BoxWorker
 
+from engine.bounds import GrammarSettings
+from engine.grammar import Grammars, Matcher, Vocabulary
 from engine.latency_runner import LatencyModel, ToyModel, reference_tokens
 from engine.settings import EngineSettings
 from fleet.chassis import ChassisSettings
 from fleet.errors import BadRequest, DeadlineExceeded, Overloaded, Unavailable
+from fleet.handoff import DecodeJob
 from fleet.ids import RequestId, WorkerId
 from fleet.member import MemberState, Role
 from fleet.registry.store import StoreAway
-from fleet.request import FinishReason, Request, Sampling
+from fleet.request import Constraint, ConstraintKind, FinishReason, Request, Sampling
 from fleet.virtual_time import outside, run, true_time
 from fleet.wire.memory import Direction, Spoilt
 from fleet.wire.session import WireSettings
@@ -36,15 +41,38 @@ from kv_transfer.loopback import Damage
 from kv_transfer.settings import TransferSettings
 from router.settings import CostSettings, FlowSettings, RouterSettings, WatchSettings
 
-LINKS = ("to worker", "to router", "bus", "registry", "kv")
+FAR = {"to worker": 60, "to router": 120, "bus": 60, "registry": 20, "kv": 30}
+"""Links, and with how late a message of each a fault may come."""
+NEAR = {"tokens": 25, "to worker": 12, "to router": 40, "kv": 15}
+"""The same, of the messages of one worker; `tokens`: those to routers while it decodes."""
 SAFE_WORKER, SAFE_ROUTER = "decode-0", "router"
 """Spared by everything in a schedule that is `safe`: with them alone every request can be served."""
 LATENCY = LatencyModel(base_s=0.03, per_prompt_token_s=0.001, per_decode_s=0.001, per_context_token_s=1e-6)
 DEADLINE_S = 25.0
+ROOMY, TIGHT, OUTGROWN = 160, 26, 12
+"""Blocks of 4 tokens each; the longest sequence that must finish has 60 + 40 tokens."""
+LONG = 200
+"""Tokens asked for by clients that will leave: whoever goes on working for them is seen to."""
 HEAL_LIMIT_S = 90.0
 """Virtual seconds after which a healed fleet must be idle, whole and proven."""
+SETTLED_S = 0.5
+"""Within so many seconds after all clients are gone nobody works for them any more, where nothing held a
+message up."""
 FAIR = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told in bad times; anything else is a defect."""
+SILENT = ("freeze of a worker", "freeze of a router", "session", "crash of a router")
+"""Faults by which a message may come late, or never, though both ends live."""
+UNTOLD = {("kv", "slow"), ("kv partition", "")}
+"""Beside those, by which a lease may run out: a reader cannot renew it, or cannot say that it is done."""
+END = 1001
+VOCABULARY = Vocabulary(
+    (*(bytes([token]) if token < 128 else b"" for token in range(END)), b""), (END,), END + 1
+)
+"""Of ASCII; above it tokens that prompts hold and nothing writes."""
+CONSTRAINTS = (
+    Constraint(ConstraintKind.REGEX, r"([a-f]{4}-){2,20}[0-9]{3}"),
+    Constraint(ConstraintKind.GRAMMAR, 'root ::= "yes" | "no" | "perhaps"'),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +85,10 @@ class Fault:
     """Seconds after the fleet is up; or, with `link`, the earliest."""
     link: str = ""
     """With the `count`-th message of this link, if it comes to that."""
+    of: str = ""
+    """Only messages from or to this worker count."""
+    after: float = 0.0
+    """Seconds after that message was sent."""
     count: int = 0
     detail: str = ""
     amount: float = 0.0
@@ -80,8 +112,13 @@ class Schedule:
     decode: int
     routers: int
     blocks: int
+    bytes_s: float
+    """Of the links that KV takes: a block of 360 KiB in 2 or in 20 ms."""
     engine: EngineSettings
+    transfer: TransferSettings
     cost: CostSettings
+    rough: bool
+    """Nothing but leases and quarantine keep wrong KV out: no checksums, slow links, short leases."""
     clocks: dict[str, float]
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
@@ -111,11 +148,13 @@ def draw(seed: int) -> Schedule:
     chance = random.Random(seed)
     prefill, decode = chance.choice([(1, 1), (1, 2), (1, 2), (2, 2), (0, 2), (2, 1)])
     routers = chance.choice([1, 1, 1, 2])
-    safe = chance.random() < 0.6
-    memory = chance.choice(["roomy", "roomy", "roomy", "tight", "tight", "outgrows"])
+    safe = chance.random() < 0.5
+    rough = chance.random() < 0.3
+    memory = chance.choice(
+        ["roomy", "tight", "tight"] if rough else ["roomy", "roomy", "roomy", "tight", "tight", "outgrows"]
+    )
     longest = chance.choice([24, 60])
-    # Of 4 tokens each; the longest sequence of all has 60 + 24 tokens.
-    blocks = {"roomy": 160, "tight": 24, "outgrows": 12}[memory]
+    blocks = {"roomy": ROOMY, "tight": TIGHT, "outgrows": OUTGROWN}[memory]
     outgrows = memory == "outgrows" and longest == 60
     busy = chance.random() < 0.1
     max_batch = chance.choice([2, 4, 8])
@@ -135,9 +174,12 @@ def draw(seed: int) -> Schedule:
     if borrows := borrowing.random() < 0.5:
         # Whatever is cached elsewhere is brought, and any queue is a reason to go elsewhere.
         cost = replace(cost, borrow_s=0.0, borrow_advantage=1e-9, tie_s=0.0, tie_share=0.0)
+    transfer = TransferSettings(
+        lease_s=0.6 if rough else chance.choice([2.0, 2.0, 0.6]), connect_s=1.0, checksum=not rough
+    )
     schedule = Schedule(
-        seed, prefill, decode, routers, blocks, engine, cost, {}, (), (), safe=safe and not outgrows,
-        outgrows=outgrows, borrows=borrows,
+        seed, prefill, decode, routers, blocks, 2e7 if rough else 2e8, engine, transfer, cost, rough,
+        {}, (), (), safe=safe and not outgrows, outgrows=outgrows, borrows=borrows,
     )  # fmt: skip
     clocks = {}
     if chance.random() < 0.4:
@@ -157,16 +199,20 @@ def _clients(schedule: Schedule, chance: random.Random, longest: int, busy: bool
         tuple(chance.randrange(1000) for _ in range(chance.randrange(4, longest // 2 + 1))) for _ in range(2)
     ]
     clients = []
-    for number in range(chance.randrange(12, 24) if busy else chance.randrange(4, 11)):
+    for number in range(chance.randrange(12, 24) if busy else chance.randrange(3, 8)):
         head = chance.choice(roots) if chance.random() < 0.5 else ()
         tail = tuple(
             chance.randrange(1000) for _ in range(chance.randrange(1, max(2, longest - len(head) + 1)))
         )
+        leaves, vanishes = chance.random() < 0.1, chance.random() < 0.1
+        long = (leaves or vanishes) and schedule.blocks == ROOMY
+        some, many = chance.randrange(1, 25), chance.randrange(8, 41)
         sampling = Sampling(
-            max_tokens=chance.choice([1, 2, chance.randrange(1, 25), chance.randrange(1, 25)]),
+            max_tokens=LONG if long else chance.choice([1, 2, some, some, many, many]),
             temperature=chance.choice([0.0, 1.0]),
             seed=chance.randrange(1 << 32),
-            stop_token_ids=tuple(range(32, 40)) if chance.random() < 0.3 else (),
+            stop_token_ids=tuple(range(32, 40)) if not long and chance.random() < 0.3 else (),
+            min_tokens=chance.choice([0, 0, 0, 6]),
         )
         request = Request(
             RequestId(f"r{number}"),
@@ -176,11 +222,11 @@ def _clients(schedule: Schedule, chance: random.Random, longest: int, busy: bool
             salt=chance.choice(["", "", "tenant"]),
             priority=chance.choice([0, 0, 0, 1]),
             deadline_s=DEADLINE_S if chance.random() < 0.9 else chance.uniform(0.02, 2.0),
+            constraint=chance.choice(CONSTRAINTS) if chance.random() < 0.2 and not long else None,
         )
-        leaves, vanishes = chance.random() < 0.08, chance.random() < 0.08
         clients.append(
             Client(
-                at=chance.uniform(0.0, 0.1 if busy else 1.0),
+                at=chance.uniform(0.0, 0.1 if busy else 0.4 if schedule.rough else 1.0),
                 router=chance.choice(schedule.router_names),
                 request=request,
                 stop_after=chance.randrange(1, 20) if leaves else None,
@@ -212,11 +258,14 @@ def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
     if schedule.safe:
         workers = tuple(name for name in workers if name != SAFE_WORKER)
         routers = tuple(name for name in routers if name != SAFE_ROUTER)
-    kind, weight = chance.choices(list(KINDS.items()), [kind.weight for kind in KINDS.values()])[0]
+    weights = [kind.rough if schedule.rough else kind.weight for kind in KINDS.values()]
+    kind, weight = chance.choices(list(KINDS.items()), weights)[0]
     who: tuple[str, ...] = ()
     match weight.target:
         case "worker":
-            who = (chance.choice(workers),) if workers else ()
+            # Those that decode have the more to lose.
+            decoders = tuple(name for name in workers if name.startswith("decode"))
+            who = (chance.choice(workers + decoders),) if workers else ()
         case "prefill":
             sources = [name for name in schedule.workers if schedule.borrows or name.startswith("prefill")]
             who = (chance.choice(sources),) if sources else ()
@@ -234,6 +283,8 @@ def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
                 if not (schedule.safe and (router, worker) == (SAFE_ROUTER, SAFE_WORKER))
             ]
             who = chance.choice(pairs) if pairs else ()
+        case "client":
+            who = (chance.choice(schedule.clients).request.id,)
         case "kv pair":
             pairs = [
                 (reader, source)
@@ -250,14 +301,29 @@ def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
         who,
         lasts=chance.choice([0.01, 0.1, 0.5, 1.0, 2.0, 3.5, 6.0]),
         at=chance.uniform(0.0, 2.0),
-        detail=chance.choice(weight.details) if weight.details else "",
+        detail=chance.choice(details) if (details := _details(schedule, kind)) else "",
         amount=chance.random(),
     )
-    if chance.random() < 0.6:
-        link = chance.choice(LINKS)
-        most = {"to worker": 60, "to router": 120, "bus": 60, "registry": 20, "kv": 30}[link]
-        fault = replace(fault, at=0.0, link=link, count=chance.randrange(1, most))
+    where, near = chance.random(), [name for name in who if name in schedule.workers]
+    if weight.target == "client":
+        near = [name for name in schedule.workers if name.startswith("decode")]
+    if where < 0.6 and near:
+        # In the middle of its own work: between two tokens of a stream, two parts of a prompt or of its KV.
+        link = chance.choice(["kv" if schedule.rough else "tokens", *NEAR])
+        fault = replace(
+            fault, at=0.0, link=link, of=chance.choice(near), count=chance.randrange(1, NEAR[link]),
+            after=chance.choice([0.0, 0.0, 0.01, 0.1]),
+        )  # fmt: skip
+    elif where < 0.75:
+        link = chance.choice(list(FAR))
+        fault = replace(fault, at=0.0, link=link, count=chance.randrange(1, FAR[link]))
     yield fault
+
+
+def _details(schedule: Schedule, kind: str) -> tuple[str, ...]:
+    """Without checksums nothing could notice damage on the way."""
+    unseen = {damage.value for damage in Damage} if kind == "kv" and schedule.rough else set[str]()
+    return tuple(detail for detail in KINDS[kind].details if detail not in unseen)
 
 
 # -- what can happen
@@ -270,13 +336,18 @@ class Play:
         self.schedule = schedule
         self.chance = random.Random(schedule.seed ^ 0x5EED)
         self.trace: list[tuple[object, ...]] = []
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.undoing: dict[object, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
         self.struck: Counter[str] = Counter()
         self.problems: list[str] = []
         self.open = False
         """Whether faults may strike."""
         self.scaled = 0
+        self.asking: dict[str, asyncio.Task[None]] = {}
+        """By request, what its client waits for."""
+        self.vanished: set[str] = set()
+        self.happened: set[tuple[str, str]] = set()
+        """Kinds of faults that struck, with their details."""
         self.bus_fates: dict[object, Callable[[str], tuple[float, ...]]] = {}
         self.box = Box(
             schedule.prefill,
@@ -286,26 +357,32 @@ class Play:
             router=RouterSettings(
                 cost=schedule.cost,
                 flow=FlowSettings(
-                    resume_wait_s=10.0, first_token_timeout_s=4.0, token_timeout_s=2.0, max_failovers=8
+                    resume_wait_s=10.0, first_token_timeout_s=6.0, token_timeout_s=4.0, max_failovers=8
                 ),
                 watch=WatchSettings(
                     load_s=1.0, snapshot_timeout_s=1.0, open_timeout_s=1.0, retry_max_s=1.0, tick_s=0.4
                 ),
             ),
-            transfer=TransferSettings(lease_s=2.0, connect_s=1.0),
+            transfer=schedule.transfer,
             latency=LATENCY,
             routers=schedule.routers,
             wire=WireSettings(heartbeat_s=0.5, connect_s=1.0),
-            chassis=ChassisSettings(report_s=0.4, drain_limit_s=3.0),
+            chassis=ChassisSettings(report_s=0.5, drain_limit_s=3.0),
             lease_ttl_s=2.0,
             pull_limit_s=1.5,
             clocks=lambda name: schedule.clocks.get(name, 0.0),
+            constrain=self.constrain,
         )
-        self.box.hub.bytes_s = 2e8
-        self.triggers: dict[tuple[str, int], list[Fault]] = {}
+        self.box.hub.bytes_s = schedule.bytes_s
+        self.triggers: dict[tuple[str, str, int], list[Fault]] = {}
         for fault in schedule.faults:
             if fault.link:
-                self.triggers.setdefault((fault.link, fault.count), []).append(fault)
+                self.triggers.setdefault((fault.link, fault.of, fault.count), []).append(fault)
+
+    async def constrain(self, constraint: Constraint, generated: Sequence[int]) -> Matcher:
+        """As if it took its time to compile."""
+        await asyncio.sleep(self.chance.choice([0.0, 0.05]))
+        return await _grammars().matcher(constraint, generated)
 
     # Taps: every message is traced, and may bring a fault with it.
 
@@ -313,16 +390,19 @@ class Play:
         box = self.box
 
         def wire(router: str, address: str, direction: Direction, size: int) -> None:
-            self.message(direction.value, router, address, size)
+            worker = _worker_at(address)
+            self.message(direction.value, (worker,), router, address, size)
+            if direction is Direction.TO_ROUTER and self.decodes(worker):
+                self.count("tokens", worker)
 
         def bus(subject: str, size: int) -> None:
-            self.message("bus", subject, size)
+            self.message("bus", (), subject, size)
 
         def registry() -> None:
-            self.message("registry")
+            self.message("registry", ())
 
         def kv(reader: str, source: str, what: str) -> None:
-            self.message("kv", reader, source, what)
+            self.message("kv", (_worker_at(reader), _worker_at(source)), reader, source, what)
 
         def late(subject: str) -> tuple[float, ...]:
             fates = list(self.bus_fates.values())
@@ -331,13 +411,24 @@ class Play:
         box.wire.tap, box.bus.tap, box.registry.tap, box.hub.tap = wire, bus, registry, kv
         box.bus.late = late
 
-    def message(self, link: str, *what: object) -> None:
+    def message(self, link: str, workers: Sequence[str], *what: object) -> None:
         self.trace.append((true_time(), link, *what))
         if not self.open:
             return
-        self.counts[link] += 1
-        for fault in self.triggers.get((link, self.counts[link]), ()):
-            outside(self.strike, fault)
+        for of in ("", *workers):
+            self.count(link, of)
+
+    def count(self, link: str, of: str) -> None:
+        self.counts[link, of] += 1
+        for fault in self.triggers.get((link, of, self.counts[link, of]), ()):
+            if fault.after:
+                outside(asyncio.get_running_loop().call_later, fault.after, self.strike, fault)
+            else:
+                outside(self.strike, fault)
+
+    def decodes(self, name: str) -> bool:
+        worker = self.worker(name) if self.open else None
+        return worker is not None and any(isinstance(one.job, DecodeJob) for one in worker.chassis.streams)
 
     def strike(self, fault: Fault) -> None:
         if not self.open:
@@ -347,6 +438,7 @@ class Play:
         if undo is None:
             return
         self.struck[fault.kind] += 1
+        self.happened.add((fault.kind, fault.detail))
         key = object()
 
         def heal() -> None:
@@ -373,8 +465,32 @@ class Play:
         worker = self.box.workers.get(WorkerId(name))
         return worker if worker is not None and hasattr(worker, "service") else None
 
+    def strangers(self) -> list[str]:
+        """Workers that were here for a while."""
+        names = (f"{role}-{10 + number}" for number in range(1, self.scaled + 1) for role in Role)
+        return [name for name in names if WorkerId(name) not in self.box.workers]
+
     def process(self, name: str) -> BoxWorker | BoxRouter | None:
         return self.box.routers.get(name) or self.worker(name)
+
+
+def _worker_at(address: str) -> str:
+    """Of `name:life`, or `loopback:name/incarnation`."""
+    return address.removeprefix("loopback:").partition("/")[0].partition(":")[0]
+
+
+@cache
+def _grammars() -> Grammars:
+    """All compiled, before virtual time begins: it knows no threads."""
+    made = Grammars(VOCABULARY, GrammarSettings())
+
+    async def compile_all() -> None:
+        for constraint in CONSTRAINTS:
+            await made.matcher(constraint)
+
+    with asyncio.Runner() as runner:
+        runner.run(compile_all())
+    return made
 
 
 Undo = Callable[[], None]
@@ -383,12 +499,14 @@ Undo = Callable[[], None]
 @dataclass(frozen=True, slots=True)
 class Kind:
     target: str
-    """`worker`, `prefill`, `router`, `process` (either), `session` (router, worker), `kv pair` (reader,
-    source) or `fleet`."""
+    """`worker`, `prefill`, `router`, `process` (either), `client`, `session` (router, worker), `kv pair`
+    (reader, source) or `fleet`."""
     strike: Callable[[Play, Fault], Undo | None]
     """Does it and returns what undoes it; None: it cannot happen now."""
     weight: float = 1.0
     details: tuple[str, ...] = ()
+    rough: float = 1.0
+    """Its weight in rough schedules."""
 
 
 def nothing() -> None:
@@ -432,6 +550,19 @@ def _freeze(play: Play, fault: Fault) -> Undo | None:
                 play.box.start(one.role, name)
 
     return bury if fault.detail == "for ever" else resume
+
+
+def _vanish(play: Play, fault: Fault) -> Undo | None:
+    """The connection of a client breaks: of one that is served where the fault is, if there is one."""
+    waiting = {name: asking for name, asking in play.asking.items() if not asking.done()}
+    if not waiting:
+        return None
+    worker = play.worker(fault.of)
+    there = [stream.job.request.id for stream in worker.chassis.streams] if worker is not None else []
+    name = next((name for name in (*there, *fault.who) if name in waiting), min(waiting))
+    waiting[name].cancel()
+    play.vanished.add(name)
+    return nothing
 
 
 def _drain(play: Play, fault: Fault) -> Undo | None:
@@ -627,6 +758,7 @@ KINDS: dict[str, Kind] = {
     "crash of a router": Kind("router", _crash),
     "freeze of a worker": Kind("worker", _freeze, 3.0, ("", "", "for ever")),
     "freeze of a router": Kind("router", _freeze, 1.0, ("", "", "for ever")),
+    "vanish": Kind("client", _vanish, 2.0, rough=6.0),
     "drain": Kind("worker", _drain, 2.0, ("", "at once")),
     "role": Kind("worker", _turn, 2.0, ("", "at once")),
     "scale": Kind("fleet", _grow, 1.0, ("prefill", "decode")),
@@ -645,7 +777,7 @@ KINDS: dict[str, Kind] = {
     "session": Kind("session", _session, 4.0, ("break", "slow", "both", "to worker", "to router")),
     "calls": Kind("worker", _calls, 1.0, tuple(spoilt.value for spoilt in Spoilt)),
     "kv": Kind("prefill", _kv, 4.0, ("slow", "drop", "break", *(damage.value for damage in Damage))),
-    "kv partition": Kind("kv pair", _kv_part),
+    "kv partition": Kind("kv pair", _kv_part, rough=8.0),
 }  # fmt: skip
 
 
@@ -697,6 +829,10 @@ def _defects(problems: list[str]) -> Iterator[None]:
 def play(schedule: Schedule) -> Outcome:
     """Never raises: whatever goes wrong is among the problems."""
     outcome = Outcome(schedule)
+    if not _grammars.cache_info().currsize:
+        _grammars()
+        # What was loaded so far is no garbage: the collector need not look at it again and again.
+        gc.freeze()
     with _defects(outcome.problems):
         try:
             run(_play(schedule, outcome), horizon_s=600.0)
@@ -724,7 +860,6 @@ async def _play(schedule: Schedule, outcome: Outcome) -> None:
         for fault in schedule.faults:
             if not fault.link:
                 loop.call_later(fault.at, game.strike, fault)
-        begun = loop.time()
         asking = [asyncio.create_task(_client(game, client)) for client in schedule.clients]
         longest = max((fault.lasts for fault in schedule.faults), default=0.0) + 2.0
         if schedule.seed % 4:
@@ -734,8 +869,9 @@ async def _play(schedule: Schedule, outcome: Outcome) -> None:
             await asyncio.sleep(longest)
         game.heal()
         answers = await asyncio.wait_for(asyncio.gather(*asking), DEADLINE_S + HEAL_LIMIT_S)
+        await _settled(game)
         for client, answer in zip(schedule.clients, answers, strict=True):
-            outcome.ends[_judge(game, client, answer, begun, outcome.problems)] += 1
+            outcome.ends[await _judge(game, client, answer)] += 1
         await _whole_again(game)
         for number, name in enumerate(box.routers):
             await _serves(box, name, number)
@@ -765,8 +901,12 @@ async def _client(game: Play, client: Client) -> Answer:
         return answer
     asked = true_time()
     asking = asyncio.create_task(game.box.ask_over(client.router, client.request, answer, client.stop_after))
-    with suppress(TimeoutError):
-        await asyncio.wait_for(asking, client.vanish_after)
+    game.asking[client.request.id] = asking
+    await asyncio.wait({asking}, timeout=client.vanish_after)
+    asking.cancel()
+    await asyncio.wait({asking})
+    if not asking.cancelled():
+        asking.result()
     late_s = true_time() - asked - client.request.deadline_s
     if late_s > 0.1 and not any(fault.kind == "freeze of a router" for fault in game.schedule.faults):
         game.problems.append(f"{client.request.id} ended {late_s:.1f} s after its deadline")
@@ -777,18 +917,30 @@ async def _client(game: Play, client: Client) -> Answer:
 # -- judging
 
 
-def _judge(game: Play, client: Client, answer: Answer, begun: float, problems: list[str]) -> str:
+async def _truth(game: Play, request: Request, count: int | None = None) -> list[int]:
+    """What the answer must be, or its first `count` tokens."""
+    constraint = request.constraint
+    matcher = None if constraint is None else await _grammars().matcher(constraint)
+    most = request.sampling.max_tokens if count is None else min(count, request.sampling.max_tokens)
+    return reference_tokens(request.prompt, request.sampling, most, game.box.model, matcher)
+
+
+async def _judge(game: Play, client: Client, answer: Answer) -> str:
     """How the client fared; what is wrong with it goes to the problems."""
-    request, schedule = client.request, game.schedule
-    whole = game.box.truth(request)
+    request, schedule, problems = client.request, game.schedule, game.problems
     room = schedule.blocks * schedule.engine.block_size + 1 - len(request.prompt)
-    truth = whole[: max(0, room)]
+    # Of one that did not come to its end no more than its tokens is looked at.
+    count = None if answer.end is not None and answer.error is None else len(answer.tokens)
+    if answer.end is not None and answer.end.finish is FinishReason.CANCELLED:
+        count = len(answer.tokens)
+    truth = (await _truth(game, request, count))[: max(0, room)]
     who = f"{request.id} at {client.router}"
     if answer.tokens != truth[: len(answer.tokens)]:
         problems.append(f"{who}: wrong text {answer.tokens}, not {truth}")
     if answer.lost:
         return "router lost"
-    if not answer.ends and (client.vanish_after is not None or client.stop_after is not None):
+    leaves = request.id in game.vanished or client.vanish_after is not None or client.stop_after is not None
+    if not answer.ends and leaves:
         return "left"
     if answer.ends != 1:
         problems.append(f"{who}: {answer.ends} ends")
@@ -802,10 +954,12 @@ def _judge(game: Play, client: Client, answer: Answer, begun: float, problems: l
         return name
     assert answer.end is not None
     if answer.end.finish is FinishReason.CANCELLED:
-        if client.vanish_after is None and client.stop_after is None:
+        if not leaves:
             problems.append(f"{who}: cancelled by nobody")
         return "left"
-    good = FinishReason.STOP if truth[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
+    drawn, sampling = len(truth), request.sampling
+    stop = truth[-1] == END or (truth[-1] in sampling.stop_token_ids and drawn > sampling.min_tokens)
+    good = FinishReason.STOP if stop else FinishReason.LENGTH
     if answer.tokens != truth or answer.end.finish is not good:
         problems.append(f"{who}: {answer.end.finish} after {len(answer.tokens)} tokens of {len(truth)}")
     usage = answer.end.usage
@@ -828,6 +982,27 @@ def _nothing_runs(box: Box, at_rest: dict[str, Counter[str]], problems: list[str
             problems.append(f"still running in {name}: {dict(more)}")
 
 
+async def _settled(game: Play) -> None:
+    """All clients are gone. Where no message was held up, nobody works for them any more, soon, and no lease
+    had to run out: whoever was done with it has said so. A loan of cached blocks may, being short."""
+    kinds = {kind for kind, _ in game.happened}
+    if kinds.isdisjoint(SILENT):
+        await asyncio.sleep(SETTLED_S)
+        for worker in game.box.workers.values():
+            if not hasattr(worker, "service"):
+                continue
+            load = worker.load()
+            if worker.service.busy() or load.streams:
+                game.problems.append(f"{worker.id} still works: {load.running} run, streams {load.streams}")
+            excused = game.schedule.borrows or not game.happened.isdisjoint(UNTOLD)
+            if (gone := load.counters["leases_expired"]) and not excused:
+                game.problems.append(f"{worker.id}: {gone} leases ran out, as nobody said that he was done")
+    for router in game.box.routers.values():
+        failovers = router.router.flow.counters["failovers"]
+        if failovers and not kinds - {"vanish"}:
+            game.problems.append(f"{router.name}: {failovers} failovers, and there was no fault")
+
+
 async def _whole_again(game: Play) -> None:
     """All is idle, everybody knows everybody, and every index is proven and true."""
     box, names = game.box, set(game.schedule.workers)
@@ -844,6 +1019,8 @@ async def _whole_again(game: Play) -> None:
         for router in box.routers.values():
             if not router.knows_all():
                 return f"{router.name} does not know all workers"
+            if strange := [name for name in game.strangers() if router.router.index.holds(WorkerId(name))]:
+                return f"the index of {router.name} has blocks of {strange}, which are gone"
             if not router.proven():
                 return (
                     f"the index of {router.name} is not the workers' table: {router.router.index.unproven()}"

@@ -32,7 +32,7 @@ def test_schedules(portion: int) -> None:
     assert not wrong, f"{len(wrong)} of {EACH} fail\n" + "\n".join(wrong)
     # Failing everything would hold every other promise: most of what is asked is answered.
     asked = ends.total() - ends["left"] - ends["router lost"] - ends["too long"]
-    assert ends["finished"] / asked > 0.9, ends
+    assert ends["finished"] / asked > 0.85, ends
     assert len(struck) == len(KINDS), f"never struck: {set(KINDS) - set(struck)}"
     assert mismatches > 0
     assert damaged >= mismatches
