@@ -55,6 +55,8 @@ class Standing:
     report: LoadReport | None = None
     """The last one, while it is young enough to count."""
     reported_at: float = 0.0
+    worked_at: float = 0.0
+    """When a report last showed work there; long after that its measured speeds are old news."""
     sent: dict[RequestId, _Sent] = field(default_factory=dict)
     own_tokens: int = 0
     """Of all in `sent`."""
@@ -120,7 +122,8 @@ class Change:
 
 class _Usual:
     """What workers of one role and model have measured of late. One that has measured nothing yet is
-    supposed to be as they are: taken for slower it would never be sent anything to measure."""
+    supposed to be as they are: taken for slower it would never be sent anything to measure. So is one that
+    has been idle for long: by what it measured in a bad moment it would stay idle for ever."""
 
     def __init__(self, unknown: UnknownSettings) -> None:
         self.prefill_tokens_s = unknown.prefill_tokens_s
@@ -129,16 +132,18 @@ class _Usual:
         self.pull_bytes_s = unknown.pull_bytes_s
         self._known: set[str] = set()
 
-    def learn(self, report: LoadReport) -> None:
-        for name in ("prefill_tokens_s", "decode_step_s", "decode_batch", "pull_bytes_s"):
+    def learn(self, report: LoadReport, *, worked: bool) -> None:
+        """`worked`: the figures are of now; others count only where nothing better is known."""
+        for name in _MEASURED:
             said = getattr(report, name)
-            if said:
+            if said and (worked or name not in self._known):
                 # The first one replaces a guess.
                 weight = _USUAL_WEIGHT if name in self._known else 1.0
                 self._known.add(name)
                 setattr(self, name, getattr(self, name) + weight * (said - getattr(self, name)))
 
 
+_MEASURED = ("prefill_tokens_s", "decode_step_s", "decode_batch", "pull_bytes_s")
 _USUAL_WEIGHT = 0.05
 """Of one report among those of all workers."""
 
@@ -273,8 +278,11 @@ class Roster:
             return False
         if standing.report is None or standing.report.state != report.state:
             self._pools.clear()
+        worked = _worked(standing.report, report)
+        if worked:
+            standing.worked_at = now
         standing.report, standing.reported_at = report, now
-        self._usual_of(standing).learn(report)
+        self._usual_of(standing).learn(report, worked=worked)
         standing.settled = standing.settled_tokens = 0
         standing.new = standing.new_tokens = standing.new_blocks = 0
         listed = frozenset(report.streams)
@@ -421,10 +429,11 @@ class Roster:
         worker.sequences = max(0, report.running + report.waiting - worker.settled) + worker.new
         worker.waiting = report.waiting + worker.new
         worker.blocks_free = max(0, report.blocks_free - worker.new_blocks)
-        worker.prefill_tokens_s = report.prefill_tokens_s or usual.prefill_tokens_s
-        worker.decode_step_s = report.decode_step_s or usual.decode_step_s
-        worker.decode_batch = report.decode_batch or usual.decode_batch
-        worker.pull_bytes_s = report.pull_bytes_s or usual.pull_bytes_s
+        fresh = worker.reported_at - worker.worked_at <= unknown.fresh_s
+        worker.prefill_tokens_s = (fresh and report.prefill_tokens_s) or usual.prefill_tokens_s
+        worker.decode_step_s = (fresh and report.decode_step_s) or usual.decode_step_s
+        worker.decode_batch = (fresh and report.decode_batch) or usual.decode_batch
+        worker.pull_bytes_s = (fresh and report.pull_bytes_s) or usual.pull_bytes_s
 
     def _usual_of(self, worker: Standing) -> _Usual:
         key = (worker.card.model, worker.card.role)
@@ -440,6 +449,13 @@ class Roster:
                 groups.setdefault(worker.card.fingerprint, []).append(worker)
         pools = [_pool(fingerprint, workers) for fingerprint, workers in groups.items()]
         return tuple(sorted((pool for pool in pools if pool.decode), key=lambda pool: not pool.prefill))
+
+
+def _worked(before: LoadReport | None, report: LoadReport) -> bool:
+    """Whether a worker worked since its last report, or does now."""
+    if before is None or report.running or report.waiting:
+        return True
+    return any(getattr(before, name) != getattr(report, name) for name in _MEASURED)
 
 
 def _pool(fingerprint: Fingerprint, workers: Iterable[Standing]) -> Pool:

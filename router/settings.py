@@ -36,6 +36,10 @@ class UnknownSettings:
     """Seconds of a decode step, until a worker has measured its own."""
     pull_bytes_s: float = 1e9
     """Bytes a second of KV transfer, until a worker has measured its own."""
+    fresh_s: float = 10.0
+    """Seconds without work after which what a worker measured is old news, and it is supposed to be as others
+    of its role and model are: one that was slow in a bad moment would else be avoided for ever, and never
+    show that it is over. One that is slow indeed gets a request more than it should in so many seconds."""
 
     def __post_init__(self) -> None:
         _positive(self, *(item.name for item in fields(self)))

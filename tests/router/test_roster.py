@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from scripted_worker import PRINT, card, report
 
 from fleet.ids import RequestId
@@ -232,3 +233,37 @@ def test_models_name_what_is_known_though_it_cannot_serve_now() -> None:
     assert made.models() == ("m", "other")
     assert "x1 is starting" in (made.why_not("other") or "")
     assert made.why_not("none") == "no worker serves none"
+
+
+def test_what_an_idle_worker_measured_long_ago_does_not_keep_it_idle() -> None:
+    """It measured a slow step in a bad moment; by that figure it would never get a request again."""
+    made = roster(P1, D1, D2)
+    slow, fast = report(D1, decode_step_s=0.03, decode_batch=1.0), report(D2, decode_step_s=0.01, running=4)
+    worker = made.get(D1.id)
+    assert worker is not None
+    now = 0.0
+    while now < UNKNOWN.fresh_s:
+        made.apply_load(slow, now)
+        made.apply_load(fast, now)
+        assert (worker.decode_step_s, worker.decode_batch) == (0.03, 1.0), now
+        now += 0.5
+    for _ in range(100):
+        now += 0.5
+        made.apply_load(slow, now)
+        made.apply_load(fast, now)
+    assert worker.decode_step_s == pytest.approx(0.01, rel=0.02), "as the other one is"
+    made.apply_load(replace(slow, running=1), now + 0.5)
+    assert worker.decode_step_s == 0.03, "it works: its own figure is news"
+    made.apply_load(replace(slow, decode_step_s=0.012), now + 1.0)
+    assert worker.decode_step_s == 0.012, "it worked between two reports"
+
+
+def test_a_fleet_that_is_idle_keeps_what_it_knows() -> None:
+    made = roster(P1, D1)
+    for now in (0.0, 1000.0, 2000.0):
+        made.apply_load(report(D1, decode_step_s=0.02), now)
+        made.apply_load(report(P1, prefill_tokens_s=50_000.0), now)
+    decode, prefill = made.get(D1.id), made.get(P1.id)
+    assert decode is not None
+    assert prefill is not None
+    assert (decode.decode_step_s, prefill.prefill_tokens_s) == (0.02, 50_000.0)
