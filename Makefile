@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup up test lint types contracts drift check proto dashboards prometheus bench clean
+.PHONY: setup up test lint types contracts drift check proto dashboards prometheus chromium bench clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,14 @@ prometheus:
 	  { $$sudo apt-get install -y -q --no-install-recommends prometheus || { $$sudo apt-get update -q && \
 	    $$sudo apt-get install -y -q --no-install-recommends prometheus; }; } >/dev/null \
 	  || echo "prometheus is not installed: its tests are skipped"; }
+
+# A browser, for the tests of the dashboard page; where it cannot be had these are skipped.
+chromium:
+	@command -v chromium >/dev/null || { \
+	  sudo=$$(test "$$(id -u)" = 0 || command -v sudo); \
+	  { $$sudo apt-get install -y -q --no-install-recommends chromium || { $$sudo apt-get update -q && \
+	    $$sudo apt-get install -y -q --no-install-recommends chromium; }; } >/dev/null \
+	  || echo "chromium is not installed: its tests are skipped"; }
 
 check: lint types contracts drift
 

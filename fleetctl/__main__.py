@@ -17,6 +17,7 @@ from fleetctl.commands.logs import logs
 from fleetctl.commands.model import model
 from fleetctl.commands.operate import drain, role, scale, status
 from fleetctl.commands.sim import sim
+from fleetctl.commands.top import top
 from fleetctl.commands.up import down, up
 
 EPILOG = """Exit codes: 0 done, 1 failed (the error says what to do next), 2 wrong usage.
@@ -61,7 +62,7 @@ def completion(shell: str, as_json: bool) -> None:
     click.echo(json.dumps({"shell": shell, "script": script}) if as_json else script)
 
 
-for command in (up, status, scale, role, drain, explain, trace, logs, down, model, key, bench, sim):
+for command in (up, status, top, scale, role, drain, explain, trace, logs, down, model, key, bench, sim):
     main.add_command(command)
 for last in ("version", "completion"):
     main.commands[last] = main.commands.pop(last)
