@@ -1,8 +1,8 @@
 """Several routers before one fleet, in virtual time: what it costs that they do not see each other's choices.
 
 Alone, apart (no NATS between routers, with and without `cost.herd_share`) and hearing each other: time to the
-first token, and the longest queue of a prefill worker over the mean one. Prompts share nothing. It is the same on
-any machine: the times are virtual.
+first token, and the longest queue of a prefill worker over the mean one. Prompts share nothing. The times are
+virtual, so they are the same on any machine.
 """
 
 from __future__ import annotations
