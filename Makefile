@@ -17,8 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 up: setup
 	$(BIN)/fleetctl up $(ARGS)
 
+# Two processes, each file's tests in one: much of what live tests do is waiting. JOBS=0 is one process.
+JOBS ?= 2
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
