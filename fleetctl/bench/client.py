@@ -25,7 +25,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
@@ -46,7 +46,7 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -64,7 +64,7 @@ class Heard:
     """When each event with something to read in it came."""
     text: list[str] = field(default_factory=list)
     finish: str | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
     request_id: str = ""
     end: End = End.FAILED
     failure: Failure | None = None

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fleet.errors import BadRequest, Unavailable
 from fleet.goodput import End
 from fleet.workload import Amount, Arrivals, Kind, Shape
-from fleetctl.bench.client import Client, Heard
+from fleetctl.bench.client import Client, Heard, Usage
 from fleetctl.bench.http import Answer, BadAnswer, Events
 from fleetctl.bench.plan import Plan, Source
 from fleetctl.bench.play import Player, Run, in_process, probe
@@ -207,7 +207,9 @@ def test_tokens_that_came_together_came_at_one_time() -> None:
     (heard,) = asyncio.run(ask(always(HEAD + b"\r\n" + body, "close")))
     times = heard.token_times()
     assert (len(heard.times), len(times)) == (2, 5)
-    assert (times[0], times[-1]) == (heard.times[0], heard.times[-1])
+    assert Heard(0.0, times=[1.0, 3.0], usage=Usage(7, 5)).token_times() == [1, 3, 3, 3, 3]
+    assert Heard(0.0, times=[1.0, 3.0], usage=Usage(7, 1)).token_times() == [1, 3]
+    assert Heard(0.0, times=[1.0, 3.0]).token_times() == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -493,6 +495,12 @@ def test_a_run_that_cannot_pass_any_more_ends() -> None:
     run = asyncio.run(play(answering(lambda body: -503, []), what))
     assert "more than 3" in run.interrupted
     assert len(run.records) >= 4
+
+
+def test_misses_of_the_warm_up_are_forgiven() -> None:
+    what = Plan(plan(shape=Shape(conversations=10)).source, warm_up_s=3600, misses_limit=0)
+    run = asyncio.run(play(answering(lambda body: -503, []), what))
+    assert (run.interrupted, len(run.records)) == ("", 10)
 
 
 def test_probing_finds_the_model_and_what_the_server_knows() -> None:
