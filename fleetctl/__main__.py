@@ -11,6 +11,7 @@ from click.shell_completion import get_completion_class
 
 from fleet import __version__
 from fleetctl.commands.bench import bench
+from fleetctl.commands.doctor import doctor
 from fleetctl.commands.explain import explain, trace
 from fleetctl.commands.key import key
 from fleetctl.commands.logs import logs
@@ -62,7 +63,23 @@ def completion(shell: str, as_json: bool) -> None:
     click.echo(json.dumps({"shell": shell, "script": script}) if as_json else script)
 
 
-for command in (up, status, top, scale, role, drain, explain, trace, logs, down, model, key, bench, sim):
+for command in (
+    up,
+    status,
+    top,
+    scale,
+    role,
+    drain,
+    explain,
+    trace,
+    logs,
+    doctor,
+    down,
+    model,
+    key,
+    bench,
+    sim,
+):
     main.add_command(command)
 for last in ("version", "completion"):
     main.commands[last] = main.commands.pop(last)

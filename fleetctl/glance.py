@@ -85,11 +85,11 @@ def draw_glance(
     troubles = [*silent, *_troubles(said)][:3]
     classes = _classes(said)
     slow = _slowest(said)
-    left = height - 6 - len(classes.rows) - 1 - len(troubles)
+    left = height - 9 - len(classes.rows) - len(troubles)  # blank lines, titles, and one for the cursor
     slow_rows = min(len(slow), max(2, left // 3))
     rows = sorted(said[0].rows(), key=lambda row: (row["role"] == "decode", len(row["id"]), row["id"]))
     rows.sort(key=SORTS[sort])
-    workers = _workers(rows, max(3, left - slow_rows - 2))
+    workers = _workers(rows, max(3, left - slow_rows))
     return Group(
         _head(said, rows),
         _places(said, before),
@@ -98,6 +98,7 @@ def draw_glance(
         classes,
         Text(),
         workers,
+        Text(),
         _slow(slow[:slow_rows]),
     )
 
@@ -149,8 +150,8 @@ def _troubles(said: Sequence[Said]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+def _table(*titles: str, apart: int = 2) -> Table:
+    table = Table(box=None, padding=(0, apart, 0, 0), header_style="dim", pad_edge=False)
     for title in titles:
         left = title in ("class", "worker", "state", "KV in use")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
@@ -160,7 +161,7 @@ def _table(*titles: str) -> Table:
 def _classes(said: Sequence[Said]) -> Table:
     """Counts of all routers; times of the one where they are worst, for percentiles do not add up."""
     table = _table(
-        "class", "goodput/s", "attain", "burn 5m", "TTFT p50", "p99", "TPOT p50", "p99", "run", "wait"
+        "class", "good/s", "attain", "burn", "TTFT p50", "p99", "TPOT p50", "p99", "run", "wait", apart=1
     )
     target = said[0].router.target
     names = list(dict.fromkeys(each.name for one in said for each in one.classes))
