@@ -175,7 +175,10 @@ def draw(seed: int) -> Schedule:
         # Whatever is cached elsewhere is brought, and any queue is a reason to go elsewhere.
         cost = replace(cost, borrow_s=0.0, borrow_advantage=1e-9, tie_s=0.0, tie_share=0.0)
     transfer = TransferSettings(
-        lease_s=0.6 if rough else chance.choice([2.0, 2.0, 0.6]), connect_s=1.0, checksum=not rough
+        lease_s=0.6 if rough else chance.choice([2.0, 2.0, 0.6]),
+        connect_s=1.0,
+        checksum=not rough,
+        borrow_limit_s=2.0 if borrows else 0.0,
     )
     schedule = Schedule(
         seed, prefill, decode, routers, blocks, 2e7 if rough else 2e8, engine, transfer, cost, rough,

@@ -1,0 +1,367 @@
+"""Does the fault box catch what it claims? Breaks the product on purpose and plays schedules until one fails.
+
+`python tests/box/mutants.py [PART OF A NAME] [--seeds N] [--seed FIRST]`. A mutant is a few lines of the
+source, replaced while it is imported in a process of its own; nothing is written. One line a mutant: after
+how many seeds it was caught, and by what. Exit code 1: one survived, or its lines are not there any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 30
+"""Of CPU for one schedule: what takes longer does not end."""
+
+Edit = tuple[str, str, str]
+"""File, lines as they are, and as they are in the mutant."""
+MUTANTS: dict[str, tuple[Edit, ...]] = {
+    "told one less on failover": (
+        (
+            "router/flow.py",
+            "tuple(self.generated), None, best",
+            "tuple(self.generated[: len(self.generated) - bool(self.lost)]), None, best",
+        ),
+    ),
+    "told one more on failover": (
+        (
+            "router/flow.py",
+            "tuple(self.generated), None, best",
+            "(*self.generated, *self.generated[-1:] * bool(self.lost)), None, best",
+        ),
+    ),
+    "max_tokens from zero after failover": (
+        (
+            "engine/sequence.py",
+            "        drawn = len(self.tokens) - self.prompt_length\n",
+            "        drawn = len(self.tokens) - self.prompt_length - self.before\n",
+        ),
+        (
+            "engine/sequence.py",
+            "    cancelled: bool = False\n",
+            ("    before: int = 0\n    cancelled: bool = False\n"),
+        ),
+        (
+            "engine/sequence.py",
+            "            arrival=arrival,\n",
+            (
+                "            arrival=arrival,\n"
+                "            before=len(new.generated) if len(new.generated) > 1 else 0,\n"
+            ),
+        ),
+    ),
+    "grammar not replayed on failover": (
+        (
+            "engine/intake.py",
+            "self._engine.matcher(constraint, new.generated)",
+            "self._engine.matcher(constraint, new.generated if len(new.generated) < 2 else ())",
+        ),
+    ),
+    "close releases no lease": (
+        (
+            "router/flow.py",
+            ("        self._forget_early(reason)\n        self._release()\n        if self.timer"),
+            ("        self._forget_early(reason)\n        if self.timer"),
+        ),
+    ),
+    "given-up KV not released": (
+        (
+            "router/flow.py",
+            (
+                "        self._release()\n"
+                "        self.record.move(HandoffState.RESERVED, self.loop.time(), why)"
+            ),
+            (
+                "        self.ticket = self.held = None\n"
+                "        self.record.move(HandoffState.RESERVED, self.loop.time(), why)"
+            ),
+        ),
+    ),
+    "release at first token not said": (
+        (
+            "router/flow.py",
+            "            self._release()  # The decode worker goes on: the KV is there.",
+            "            self.ticket = self.held = None",
+        ),
+    ),
+    "cancel not sent": (
+        (
+            "router/link.py",
+            "                self._send(Cancel(stream.number, reason))",
+            "                pass",
+        ),
+    ),
+    "worker keeps streams of a lost session": (
+        (
+            "fleet/chassis.py",
+            (
+                "        for stream in list(outlet.streams.values()):\n"
+                "            self._cancel(stream, CancelReason.CLIENT)"
+            ),
+            "        pass",
+        ),
+    ),
+    "leases never expire": (
+        ("kv_transfer/transfer.py", "        if due is not None and not self._closed:", "        if False:"),
+    ),
+    "lease not renewed by its reader": (
+        (
+            "kv_transfer/transfer.py",
+            "                    await connection.renew(ticket.lease)",
+            "                    pass",
+        ),
+    ),
+    "quarantine off": (
+        (
+            "engine/scheduler.py",
+            (
+                "            self.pool.quarantine(sequence.blocks[cached:])\n"
+                "            self._quarantine[sequence.id] = sequence.blocks[cached:]"
+            ),
+            (
+                "            self.pool.release(sequence.blocks[cached:])\n"
+                "            self._quarantine[sequence.id] = []"
+            ),
+        ),
+    ),
+    "pull cancelled without its fence": (
+        ("kv_transfer/transport.py", ("        await finish(end())\n        raise"), "        raise"),
+    ),
+    "checksum off": (
+        (
+            "kv_transfer/transport.py",
+            "        if checksum(region.array[block]) != expected:",
+            "        if False:",
+        ),
+    ),
+    "KV proven beyond what came": (
+        (
+            "decode_worker/service.py",
+            "        proven = have * size if have < needed else max(ticket.tokens, cached * size)",
+            "        proven = max(ticket.tokens, cached * size)",
+        ),
+    ),
+    "early leg kept when prefill is lost": (
+        (
+            "router/flow.py",
+            (
+                "        self._drop_leg(CancelReason.MOVED)\n"
+                "        self._forget_early(CancelReason.MOVED)\n"
+                "        self.forecast = None"
+            ),
+            (
+                "        self._drop_leg(CancelReason.MOVED)\n"
+                "        self.early = None\n"
+                "        self.forecast = None"
+            ),
+        ),
+    ),
+    "Proceed never sent": (
+        ("router/link.py", "        self._send(Proceed(stream.number, generated))", "        pass"),
+    ),
+    "index keeps a dead life": (
+        (
+            "router/prefix_index.py",
+            "        known = self._workers.pop(worker, None)\n",
+            "        known = None\n",
+        ),
+    ),
+    "events of a dead life taken": (
+        (
+            "router/prefix_index.py",
+            "        if message.incarnation != worker.incarnation:",
+            "        if False:",
+        ),
+    ),
+    "admission not left": (
+        (
+            "router/flow.py",
+            (
+                "        self.flow.forget(self.request.id)\n"
+                "        self.flow.admission.leave(self.request.id)\n"
+                "        self.timeline"
+            ),
+            ("        self.flow.forget(self.request.id)\n        self.timeline"),
+        ),
+    ),
+    "roster not settled": (
+        (
+            "router/flow.py",
+            "            self.flow.roster.settle(self.leg.choice.worker, self.request.id)\n",
+            "",
+        ),
+    ),
+    "early leg not settled": (
+        ("router/flow.py", "            self.flow.roster.settle(early.choice.worker, self.request.id)\n", ""),
+    ),
+    "end twice": (
+        (
+            "router/flow.py",
+            (
+                "        if self.over or not self.begun:\n"
+                "            return\n"
+                "        self.over = True\n"
+                "        now"
+            ),
+            ("        if not self.begun:\n            return\n        self.over = True\n        now"),
+        ),
+    ),
+    "deadline timer not armed": (
+        (
+            "router/flow.py",
+            ("        due = self.due\n        if self.leg is not None and"),
+            ("        due = self.loop.time() + 1e6\n        if self.leg is not None and"),
+        ),
+    ),
+    "role change forgets leases of the other role": (
+        (
+            "fleet/roles.py",
+            ("        for service in self._services.values():\n            service.lease_ended(lease, why)"),
+            "        self.acting.lease_ended(lease, why)",
+        ),
+    ),
+    "role change while work of the role runs": (
+        (
+            "fleet/roles.py",
+            "        return any(service.busy() for service in self._services.values())",
+            "        return False",
+        ),
+    ),
+    "events begin anew after a role change": (
+        (
+            "fleet/chassis.py",
+            "        self._turns[role]()\n",
+            (
+                "        self._turns[role]()\n"
+                "        self._kv = KvLog(self.card.id, self.card.incarnation, self.card.blocks)\n"
+            ),
+        ),
+    ),
+    "events not numbered after a role change": (
+        (
+            "fleet/chassis.py",
+            "        if message is not None:\n",
+            "        if message is not None and self.card.role == self.first_role:\n",
+        ),
+        (
+            "fleet/chassis.py",
+            "        self._turns = turns or {}",
+            ("        self._turns = turns or {}\n        self.first_role = card.role"),
+        ),
+    ),
+    "scheduler: cancelled sequence keeps its slot": (
+        (
+            "engine/scheduler.py",
+            (
+                "        if sequence.slot >= 0:\n"
+                "            self._free_slot(sequence)\n"
+                "        if sequence.lent"
+            ),
+            (
+                "        if sequence.slot >= 0 and sequence.state is not State.FILLING:\n"
+                "            self._free_slot(sequence)\n"
+                "        if sequence.lent"
+            ),
+        ),
+    ),
+    "usage counts the last leg only": (
+        (
+            "router/flow.py",
+            "len(self.generated), self.cached_tokens)",
+            "len(self.generated) - bool(self.lost), self.cached_tokens)",
+        ),
+    ),
+    "loss before unread tokens": (
+        (
+            "router/link.py",
+            (
+                "        while self._urgent is not None or not self._said:\n"
+                "            if (error := self._urgent or self.error) is not None:"
+            ),
+            (
+                "        while self._urgent is not None or self.error is not None or not self._said:\n"
+                "            if (error := self._urgent or self.error) is not None:"
+            ),
+        ),
+    ),
+}
+
+
+def _mutate(name: str) -> dict[str, str]:
+    """By path, the source of the mutant. ValueError when its lines are not there."""
+    sources: dict[str, str] = {}
+    for file, old, new in MUTANTS[name]:
+        path = str(ROOT / file)
+        source = sources.get(path) or Path(path).read_text("utf-8")
+        if old not in source:
+            raise ValueError(f"{file} has no {old.strip().splitlines()[0]!r} any more")
+        sources[path] = source.replace(old, new, 1)
+    return sources
+
+
+def _import_as(sources: dict[str, str]) -> None:
+    usual = importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(loader: importlib.machinery.SourceFileLoader, module: str) -> CodeType | None:
+        if loader.path in sources:
+            return compile(sources[loader.path], loader.path, "exec", dont_inherit=True)
+        return usual(loader, module)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
+class _TooLong(Exception):
+    pass
+
+
+def _too_long(*_: object) -> None:
+    raise _TooLong
+
+
+def hunt(name: str, first: int, most: int) -> int:
+    """In a process that has imported nothing of the product yet."""
+    try:
+        _import_as(_mutate(name))
+    except ValueError as error:
+        print(f"{name}: {error}")
+        return 1
+    sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
+    from faults import draw, play
+
+    signal.signal(signal.SIGVTALRM, _too_long)
+    for seed in range(first, first + most):
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        try:
+            problems = play(draw(seed)).problems
+        except _TooLong:
+            problems = [f"did not end within {SECONDS} s of CPU"]
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if problems:
+            print(f"{name}: caught after {seed - first + 1} by seed {seed}: {problems[0][:120]!r}")
+            return 0
+    print(f"{name}: SURVIVED {most} seeds")
+    return 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", nargs="?", default="", help="of the names of the mutants that are tried")
+    parser.add_argument("--seeds", type=int, default=300, help="at most so many for each")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        return hunt(options.part, options.seed, options.seeds)
+    found = [name for name in MUTANTS if options.part in name]
+    again = [sys.executable, __file__, "--one", "--seeds", str(options.seeds), "--seed", str(options.seed)]
+    return max(subprocess.run([*again, name], check=False).returncode for name in found) if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
