@@ -62,8 +62,8 @@ FAIR = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told in bad times; anything else is a defect."""
 SILENT = ("freeze of a worker", "freeze of a router", "session", "crash of a router")
 """Faults by which a message may come late, or never, though both ends live."""
-UNTOLD = {("kv", "slow"), ("kv partition", "")}
-"""Beside those, by which a lease may run out: a reader cannot renew it, or cannot say that it is done."""
+UNTOLD = {("kv", "slow"), ("kv partition", ""), ("crash of a worker", "")}
+"""Beside those, by which a lease may run out: a reader cannot renew it, cannot say that it is done, or is gone."""
 END = 1001
 VOCABULARY = Vocabulary(
     (*(bytes([token]) if token < 128 else b"" for token in range(END)), b""), (END,), END + 1
