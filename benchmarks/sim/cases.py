@@ -26,6 +26,7 @@ class PublishedTimes:
     """
 
     kv_tokens: int = 16384 * 64
+    """Of a worker: supposed, the published run does not say."""
 
     def step_s(self, work: Work) -> float:
         milliseconds = 0.0
