@@ -203,8 +203,10 @@ def became(child: Child, phase: Phase, now: float) -> Child:
     """Ready, turning, draining or stopping; `child` itself where that is nothing new or comes too late."""
     if child.phase is phase or child.phase in (Phase.CRASHED, Phase.STOPPING):
         return child
-    unready = 0 if phase is Phase.READY else child.unready
-    return replace(child, phase=phase, since=now, unready=unready)
+    if phase is Phase.READY:
+        # It showed itself: that it did not while it started is no silence.
+        return replace(child, phase=phase, since=now, unready=0, silent_since=None)
+    return replace(child, phase=phase, since=now)
 
 
 def answered(child: Child, alive: bool, load: int | None, now: float) -> Child:

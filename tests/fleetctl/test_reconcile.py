@@ -217,6 +217,15 @@ def test_one_that_takes_too_long_to_start_is_killed_and_an_error_at_once() -> No
     assert failing(slot, POLICY) is not None
 
 
+def test_one_that_started_slowly_is_not_frozen_when_it_is_ready() -> None:
+    slow = answered(started(child("decode-a"), 7, 0.0), alive=False, load=None, now=1.0)
+    ready = became(slow, Phase.READY, 40.0)
+    assert acts(Desired(1, 1), [*BASE, child("prefill-a"), ready], now=40.0) == []
+    silent = answered(ready, alive=False, load=None, now=50.0)
+    (kill,) = acts(Desired(1, 1), [*BASE, child("prefill-a"), silent], now=80.0)
+    assert isinstance(kill, Kill)
+
+
 def test_a_frozen_worker_is_killed_and_one_that_was_only_slow_is_not() -> None:
     silent = answered(child("decode-a"), alive=False, load=None, now=10.0)
     still = answered(silent, alive=False, load=None, now=30.0)
