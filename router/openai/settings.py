@@ -24,7 +24,8 @@ class HttpSettings:
     """TCP port; 0 takes a free one."""
     keys_file: Path | None = None
     """File of API keys, one JSON object a line, made by `fleetctl key new`. With keys here or in
-    `PDFLEET_API_KEYS` every route but /health and /ready needs one; without, anybody may ask."""
+    `PDFLEET_API_KEYS` every route but /health, /ready and the page /dashboard needs one; without, anybody
+    may ask."""
     keys_reload_s: float = 2.0
     """Seconds between looks at `keys_file`: a change of it holds from then on. While it is missing or broken,
     the keys stay as they were and an error is logged."""
