@@ -89,7 +89,7 @@ class Borrowing:
         if wanted <= cached:
             return  # It came here meanwhile.
         names = block_hashes(known[: wanted * size], new.keys)
-        limit_s = self._worth_s((wanted - cached) * size)
+        limit_s = self._worth_s((wanted - cached) * size, holder)
         until = loop.time() + limit_s
         self.counters["borrows"] += 1
         try:
@@ -110,7 +110,7 @@ class Borrowing:
         if have[0] < wanted:
             self.counters["borrows_failed"] += 1
 
-    def _worth_s(self, tokens: int) -> float:
-        """No longer than to compute them, as far as it is known how long that takes."""
+    def _worth_s(self, tokens: int, holder: Holder) -> float:
+        """No longer than to compute them: by what was measured here, if anything was."""
         speed = self._engine.load().prefill_tokens_s
-        return self._limit_s if not speed else min(self._limit_s, tokens / speed)
+        return min(self._limit_s, tokens / speed if speed else holder.compute_s)

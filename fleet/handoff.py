@@ -45,6 +45,8 @@ class Holder:
     fingerprint: str
     blocks: int
     """Leading full blocks of the sequence that are there."""
+    compute_s: float
+    """What it is expected to take to compute those that are lacking; bringing them must not take longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,12 @@ def _take(
         parts.append(f"computes {tokens} tokens itself")
     if worker.card.role is Role.DECODE:
         parts.append(f"{worker.sequences:.0f} sequences")
-    holder = _holder(pool, lender) if come else None
+    holder = None
+    if come:
+        compute = come * pool.block_size / worker.prefill_tokens_s
+        holder = _holder(
+            pool, lender, compute * (1 + settings.disturbance * worker.sequences if local else 1)
+        )
     if holder is not None:
         parts.append(f"borrows {come} blocks of {holder.worker} in {transfer * 1000:.1f} ms")
     elif transfer:
@@ -342,12 +347,12 @@ def _take(
     )
 
 
-def _holder(pool: Pool, lender: _Lender) -> Holder | None:
+def _holder(pool: Pool, lender: _Lender, compute_s: float) -> Holder | None:
     worker, blocks = lender
     if worker is None:
         return None
     card = worker.card
-    return Holder(card.id, card.incarnation, card.transfer, pool.digest, blocks)
+    return Holder(card.id, card.incarnation, card.transfer, pool.digest, blocks, compute_s)
 
 
 def _considered(

@@ -244,8 +244,8 @@ def test_it_takes_no_longer_than_is_set_or_than_to_compute_it(borrow_limit_s: fl
             assert speed is not None
             compute_s = len(prompt) / speed
             assert counter(box, "borrows") == bool(borrow_limit_s)
-            # A worker that has computed nothing yet goes by the setting.
-            assert answer.times[0] - at <= 1.1 * compute_s + borrow_limit_s + 0.3
+            # The other one has computed nothing yet: it goes by what the router expects of its like.
+            assert answer.times[0] - at <= 1.1 * compute_s + min(borrow_limit_s, 1.1 * compute_s) + 0.05
             box.hub.thaw(box.workers[WorkerId("decode-0")].transfer.address)
 
     run(main(), horizon_s=60)

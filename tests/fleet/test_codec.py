@@ -113,7 +113,7 @@ TICKET = st.builds(
     tokens=COUNT,
     lease_s=FINITE,
 )
-HOLDER = st.builds(Holder, TEXT, TEXT, TEXT, TEXT, COUNT)
+HOLDER = st.builds(Holder, TEXT, TEXT, TEXT, TEXT, COUNT, FINITE)
 LOGPROBS = st.builds(TokenLogprobs, logprob=LOGPROB, top=pairs(LOGPROB))
 FINISH = st.sampled_from(FinishReason)
 TO_WORKER = st.one_of(
@@ -245,7 +245,7 @@ def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
     drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 4, DecodeJob: 5, Started: 2, Prefilled: 6}
     drawn |= {Token: 3, Ended: 6, Usage: 3, TokenLogprobs: 2, Frame: 6, Scored: 3, KvEvents: 4, KvSnapshot: 8}
-    drawn |= {Lent: 2, Proceed: 2, Renew: 1, Holder: 5}
+    drawn |= {Lent: 2, Proceed: 2, Renew: 1, Holder: 6}
     drawn |= {RouterMoves: 6, Dispatch: 5, Settled: 2}
     drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
     assert {word: len(fields(word)) for word in drawn} == drawn

@@ -53,6 +53,7 @@ def holder(side, **fields):
         "incarnation": own.incarnation,
         "address": own.address,
         "fingerprint": own.fingerprint,
+        "compute_s": 1.0,
         "blocks": 9,
     }
     return Holder(worker=own.worker, **{**given, **fields})

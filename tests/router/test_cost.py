@@ -200,6 +200,7 @@ def test_a_prefix_is_brought_where_its_holder_is_busy() -> None:
     assert choice.holder is not None
     assert (choice.holder.worker, choice.holder.blocks) == ("p1", 240)
     assert choice.holder.fingerprint == pool(fleet(*PREFILL[:2], DECODE[0])).digest
+    assert choice.holder.compute_s == pytest.approx(240 * 16 / 10_000)
     assert "borrows 240 blocks of p1 in " in choice.why
     assert choice.seconds < borrower(ask(4000, {"p1": 240}), busy, borrow_advantage=0.0).seconds
 

@@ -206,11 +206,13 @@ class Holder(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
     fingerprint: _builtins.str
     blocks: _builtins.int
+    compute_s: _builtins.float
     def __init__(
         self,
         *,
@@ -219,10 +221,11 @@ class Holder(_message.Message):
         address: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         blocks: _builtins.int = ...,
+        compute_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "compute_s", b"compute_s", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
