@@ -14,6 +14,7 @@ from whole_fleet import Box, Memory
 from engine.build import build_runner, plan_pool
 from engine.runner import Runner
 from engine.settings import EngineSettings
+from fleet.ids import RequestId
 from fleet.kv_layout import KvLayout
 from fleet.model_files import resolve
 from fleet.request import Sampling
@@ -74,7 +75,13 @@ def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def box_of(
-    folder: Path, prefill: int, router: RouterSettings, blocks: int, transport: str, apart: bool = False
+    folder: Path,
+    prefill: int,
+    router: RouterSettings,
+    blocks: int,
+    transport: str,
+    apart: bool = False,
+    decode: int = 1,
 ) -> Box:
     settings = EngineSettings(
         block_size=16, max_batch=8, max_step_tokens=192, dtype="float32", device="cpu", threads=1
@@ -86,7 +93,7 @@ def box_of(
 
     return Box(
         prefill,
-        1,
+        decode,
         blocks=blocks,
         engine=settings,
         router=router,
@@ -157,6 +164,30 @@ def test_text_is_the_same_when_kv_goes_over_while_the_prompt_is_computed(
             assert decode["pulled_early_blocks"] > 0
             assert decode["pulled_tokens"] == 400
             assert decode["pulls_recomputed"] == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("transport", "apart"), [("shm", True), ("ucx", False)])
+def test_text_is_the_same_when_a_beginning_comes_from_who_caches_it(
+    transport: str, apart: bool, folder: Path, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with box_of(folder, 0, LOCAL, 160, transport, apart, decode=2) as box:
+            first = LENGTHS.index(700)
+            assert await ask_all(box, [prompts[first]]) == [reference[first]]
+            held, other = sorted(
+                box.workers, key=lambda w: -box.workers[w].load().counters["computed_tokens"]
+            )
+            await box.until(lambda: box.router.index.blocks(held) >= 700 // 16)
+            much = RequestId("much")
+            # As far as the router knows, it has a long queue: the last prompt goes to the other one.
+            box.router.roster.sent(held, much, 1_000_000, 0)
+            assert await ask_all(box, prompts[-1:]) == reference[-1:]
+            box.router.roster.settle(held, much)
+            counters = box.workers[other].load().counters
+            assert counters["borrowed_tokens"] == 496, "it shares 500 tokens with the first, 31 blocks"
+            assert counters["computed_tokens"] == len(prompts[-1]) - 496 + NEW - 1
 
     asyncio.run(main())
 
