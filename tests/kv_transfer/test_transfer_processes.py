@@ -246,7 +246,7 @@ def held(peer):
 def test_the_death_of_a_peer_at_any_moment_of_a_transfer_harms_no_survivor(real_transport, victim):
     """Both sides are processes of their own: whoever aborts, aborts alone and is seen."""
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1_000_000))
-    deaths = 10 if os.environ.get("CHAOS_LONG") else 6
+    deaths = 10 if os.environ.get("CHAOS_LONG") else 4
     print(f"seed {seed}")
     chance = random.Random(seed)
     limits = {"lease_s": 1.0}
