@@ -67,7 +67,9 @@ async def look(url: str, picture: Path) -> None:
             await page.goto(f"{url}/dashboard")
             await page.wait_for_selector("#link.good")
             await page.get_by_role("link", name="router-1").wait_for()
-            await page.wait_for_function("rate('handoffs') > 0 && rate('pulled_bytes') > 0")
+            # Polled from here: the page's policy forbids what playwright would have it evaluate by itself.
+            while not await page.evaluate("rate('handoffs') > 0 && rate('pulled_bytes') > 0"):
+                await asyncio.sleep(0.05)
             await page.locator(".request").first.click()
             await page.locator(".story").get_by_text("prefill-0: ").first.wait_for()
             assert await page.locator("#pools tbody tr").count() == 2
