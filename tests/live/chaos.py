@@ -214,6 +214,9 @@ class Trouble:
     worker_faults: tuple[str, ...] = ("kill", "kill", "freeze", "drain")
     server_faults: bool = True
     """Whether etcd and NATS are among the victims."""
+    most: int = 0
+    """Faults in all; 0: as long as requests come. On a machine on which a worker needs longer to start than
+    faults are apart, requests would else never have one to end at."""
 
     def draw(self, chance: random.Random, fleet: Fleet) -> Fault:
         routers = [name for name in fleet.http if name not in self.spared]
@@ -374,7 +377,7 @@ class Chaos:
         if not self.trouble.every_s:
             return await asyncio.Event().wait()  # type: ignore[return-value]
         async with asyncio.TaskGroup() as group:
-            while True:
+            while not self.trouble.most or self.result.faults.total() < self.trouble.most:
                 await asyncio.sleep(chance.expovariate(1 / self.trouble.every_s))
                 fault = self.trouble.draw(chance, self.fleet)
                 if fault.victim not in self._busy:

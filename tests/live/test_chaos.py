@@ -45,7 +45,7 @@ def test_hundreds_of_requests_through_kills_and_freezes_have_their_text(tmp_path
                 watcher,
                 LatencyOracle(chosen, tokens=80),
                 Load(requests=REQUESTS, seconds=0, rate=12.0),
-                Trouble(every_s=2.0, freeze_s=6.0, spared=frozenset({"router-0"})),
+                Trouble(every_s=2.0, freeze_s=6.0, most=20, spared=frozenset({"router-0"})),
                 chosen,
             )
             result = await chaos.run()
@@ -72,7 +72,7 @@ def test_a_real_model_says_the_same_through_kills_and_freezes(tmp_path: Path) ->
                 watcher,
                 oracle,
                 Load(requests=30, seconds=0, rate=1.5),
-                Trouble(every_s=3.0, freeze_s=4.0, spared=frozenset({"router-0"})),
+                Trouble(every_s=3.0, freeze_s=4.0, most=7, spared=frozenset({"router-0"})),
                 chosen,
             )
             result = await chaos.run()
