@@ -445,6 +445,7 @@ class _Run:
         if self.waiting_since is None:
             self.waiting_since = self.loop.time()
         until = min(self.due, self.waiting_since + max(wait_s, self.limits.worker_wait_s))
+        anew = self.loop.time() + self.limits.retry_after_s
         while True:
             if self.verdict is not None:
                 raise self.verdict
@@ -454,14 +455,16 @@ class _Run:
             full = isinstance(error, Overloaded) and bool(self.generated)
             if now >= until or not (full or isinstance(error, Unavailable)):
                 raise error
-            # Who was full may have room soon, and does not tell.
-            again = min(until, now + self.limits.retry_after_s) if full else until
+            # Who was full may have room soon, who was silent may speak again, and neither tells.
+            again = min(until, now + self.limits.retry_after_s) if full or self.avoid else until
             if self.ticket is not None:
                 again = min(again, now + self.ticket.lease_s / 3)
                 self._renew(now)
             await self.flow.changed(again)
             self.avoid -= self.refused
             self.refused.clear()
+            if self.loop.time() >= anew:
+                self.avoid.clear()  # Not sooner, or one that fails at once would use up all failovers.
 
     def _try_leg(self, found: _Found | None = None, cast: Forecast | None = None) -> _Leg | None:
         """Chooses by what is known so far, or as was just `found`, and dispatches; None: nobody can take it

@@ -436,6 +436,38 @@ def test_a_worker_that_goes_silent_is_left_within_the_limit(hang_at: int) -> Non
         in_fleet(with_spare, decode=(hang,), settings=settings)
 
 
+@pytest.mark.parametrize(
+    "script", [Script(hang_at=4), Script(fail_at=4, error="WorkerLost")], ids=["silent", "failed"]
+)
+@pytest.mark.parametrize("mends", [True, False])
+def test_a_worker_that_is_the_only_one_left_is_asked_again(script: Script, mends: bool) -> None:
+    """After a pause, whatever it did to this request, and no more often than failovers are allowed."""
+    limits = FlowSettings(first_token_timeout_s=2.0, token_timeout_s=2.0, retry_after_s=1.0, max_failovers=2)
+
+    async def body(fleet: Fleet) -> None:
+        worker = fleet.workers[WorkerId("d1")]
+        start = asyncio.get_running_loop().time()
+        asked = asyncio.create_task(ask(fleet, request()))
+        await fleet.until(lambda: fleet.router.flow.counters["failovers"] == 1)
+        if mends:
+            worker.script = Script()
+        got = await asked
+        took = asyncio.get_running_loop().time() - start
+        assert got.tokens == [answer(n) for n in range(8 if mends else 4)]
+        if mends:
+            assert got.error is None
+            assert len(worker.jobs) == 2
+            assert 1.0 <= took < 3.5
+        else:
+            assert isinstance(got.error, WorkerLost)
+            assert len(worker.jobs) == 3
+            assert 2.0 <= took < 8.5
+        await fleet.settle()
+        fleet.check_idle()
+
+    in_fleet(body, decode=(script,), settings=replace(REMOTE, flow=limits))
+
+
 @pytest.mark.parametrize("hang_at", [0, 1, 4])
 def test_the_deadline_ends_it_in_every_phase_and_cancels_both_legs(hang_at: int) -> None:
     async def body(fleet: Fleet) -> None:
