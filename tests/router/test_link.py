@@ -11,7 +11,7 @@ from scripted_worker import Script, ScriptedWorker, answer, card, request
 
 from fleet import virtual_time
 from fleet.errors import WorkerLost
-from fleet.handoff import CancelReason, DecodeJob, Ended, Token
+from fleet.handoff import CancelReason, DecodeJob, Ended, PrefillJob, Token
 from fleet.wire.memory import MemoryHub as WireHub
 from fleet.wire.session import WireSettings
 from router.link import Link, Stream
@@ -152,6 +152,23 @@ def test_a_dropped_stream_is_cancelled_once_and_later_words_are_nobodys() -> Non
         link.drop(ended, CancelReason.CLIENT)
         await asyncio.sleep(1)
         assert len(worker.cancels) == 1, "what has ended is not cancelled"
+
+    linked(body)
+
+
+def test_a_lease_that_came_unread_is_let_go_with_its_stream() -> None:
+    async def body(hub: WireHub, link: Link, states: list[LinkState]) -> None:
+        worker = ScriptedWorker(D1)
+        hub.serve(worker, D1.address)
+        await until(lambda: link.state is LinkState.UP)
+        stream = link.dispatch(PrefillJob(0, request()))
+        await until(lambda: stream.over)
+        (lease,) = worker.leases
+        link.drop(stream, CancelReason.CLIENT)
+        link.drop(stream, CancelReason.CLIENT)
+        await asyncio.sleep(1)
+        assert worker.releases == [lease]
+        assert not worker.cancels
 
     linked(body)
 
