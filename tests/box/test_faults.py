@@ -135,10 +135,11 @@ def test_second_turn_moves_only_what_decode_lacks() -> None:
             # Decode wrote the first answer itself: full blocks of prompt and answer are there (239 // 16).
             assert after["pull_hit_tokens"] - before["pull_hit_tokens"] == 224
             assert after["pulled_tokens"] - before["pulled_tokens"] == len(prompt) - 224
-            # Prefill holds the first prompt's full blocks.
+            # Prefill holds the first prompt's full blocks, and brings what follows from decode.
             assert second.end is not None
-            assert second.end.usage.cached_tokens == 192
+            assert second.end.usage.cached_tokens == 224
             assert prefill.load().counters["cached_tokens"] == 192
+            assert prefill.load().counters["borrowed_tokens"] == 32
 
     run(main(), horizon_s=60)
 

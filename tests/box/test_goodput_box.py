@@ -150,6 +150,6 @@ def test_more_load_never_sheds_less() -> None:
 def test_clients_who_leave_wherever_their_request_is_leave_nothing_behind() -> None:
     """The box checks at its end that every block, lease, stream and place is back."""
     seen = play(Load(2 * CAPACITY, 8.0, impatient=0.5))
-    assert seen.counters["cancelled"] > 25
+    assert seen.counters["cancelled"] > 15
     assert seen.counters["queued"] > 25
     assert seen.figures["standard"].uncounted > 0
