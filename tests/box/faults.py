@@ -62,7 +62,7 @@ FAIR = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told in bad times; anything else is a defect."""
 SILENT = ("freeze of a worker", "freeze of a router", "session", "crash of a router")
 """Faults by which a message may come late, or never, though both ends live."""
-UNTOLD = {("kv", "slow"), ("kv partition", ""), ("crash of a worker", "")}
+UNTOLD = {("kv", "slow"), ("kv partition", "")}
 """Beside those, by which a lease may run out: its reader cannot renew it, or say that it is done, or died."""
 END = 1001
 VOCABULARY = Vocabulary(
