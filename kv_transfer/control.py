@@ -240,6 +240,11 @@ class Call:
     def put(self, answer: ToReader | FleetError) -> None:
         self._answers.put_nowait(answer)
 
+    def unread(self) -> list[ToReader]:
+        """Takes out what came and was not read."""
+        answers = [self._answers.get_nowait() for _ in range(self._answers.qsize())]
+        return [answer for answer in answers if not isinstance(answer, FleetError)]
+
     async def next(self, kind: type[Message]) -> Message:
         """The next answer; raises what the source refused with, or TransferFailed."""
         answer = await self._answers.get()
@@ -303,6 +308,13 @@ class Caller:
             return LeaseId(answer.lease), answer.blocks
         finally:
             self.end(call)
+            for late in call.unread():
+                self._unwanted(late)
+
+    def _unwanted(self, answer: ToReader) -> None:
+        """Who asked for it has given up: what was lent for it is given back, or it would stay to its end."""
+        if isinstance(answer, Borrowed) and answer.blocks and not self.closed:
+            self.leave(LeaseId(answer.lease))
 
     async def renew(self, lease: LeaseId) -> float:
         call = self.open()
@@ -324,6 +336,8 @@ class Caller:
                 call = self._calls.get(answer.id)
                 if call is not None:
                     call.put(answer)
+                else:
+                    self._unwanted(answer)
         except (OSError, EOFError):
             self.hung_up = True
         except (ValueError, msgspec.MsgspecError) as error:

@@ -362,8 +362,26 @@ class LoopbackConnection:
     async def borrow(self, names: Sequence[bytes], have: int, limit_s: float) -> tuple[LeaseId, int]:
         self._hub.tap(self._own.address, self._port.address, "borrow")
         await self._or_broken(self._hub.latency_s + self._port.delay_s)
-        answer = await self._at_source(self._port.source.borrow(names, have, limit_s))
-        await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        lent: list[LeaseId] = []
+        wanted = True
+
+        async def lend() -> tuple[LeaseId, int]:
+            lease, blocks = await self._port.source.borrow(names, have, limit_s)
+            if blocks:
+                lent.append(lease)
+                if not wanted:
+                    self.leave(lease)
+            return lease, blocks
+
+        try:
+            answer = await self._at_source(lend())
+            await self._or_broken(self._hub.latency_s + self._port.delay_s)
+        except BaseException:
+            # Like over a socket: what comes for one who has given up is given back.
+            wanted = False
+            for lease in lent:
+                self.leave(lease)
+            raise
         return answer
 
     async def renew(self, lease: LeaseId) -> float:

@@ -445,7 +445,7 @@ class Transfer:
                 connection = (await self._path(ticket)).connection
                 lease, blocks = await connection.borrow(names, have, ticket.lease_s)
         except TimeoutError:
-            # Granted meanwhile, it ends there by itself as soon as it would have here.
+            # Granted meanwhile, it is given back when the answer comes, or ends there by itself.
             raise TransferFailed(f"{holder.worker} did not answer for {limit_s:.3f} s") from None
         if not blocks:
             raise TransferFailed(f"{holder.worker} has none of these blocks to spare")

@@ -63,7 +63,7 @@ FAIR = (Unavailable, Overloaded, DeadlineExceeded)
 SILENT = ("freeze of a worker", "freeze of a router", "session", "crash of a router")
 """Faults by which a message may come late, or never, though both ends live."""
 UNTOLD = {("kv", "slow"), ("kv partition", "")}
-"""Beside those, by which a lease may run out: its reader cannot renew it, or say that it is done, or died."""
+"""Beside those, by which a lease may run out: its reader cannot renew it, or say that it is done."""
 END = 1001
 VOCABULARY = Vocabulary(
     (*(bytes([token]) if token < 128 else b"" for token in range(END)), b""), (END,), END + 1

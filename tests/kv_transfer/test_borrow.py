@@ -24,10 +24,11 @@ class Cache:
     """Lends the blocks of a chain of names, and knows what it has lent."""
 
     def __init__(self, side):
-        self.side, self.lent, self.wait = side, {}, None
+        self.side, self.lent, self.wait, self.asked = side, {}, None, 0
         side.transfer.lend = self.lend
 
     async def lend(self, lease, names, have):
+        self.asked += 1
         if self.wait is not None:
             await self.wait.wait()
         count = 0
@@ -135,7 +136,26 @@ def test_who_takes_too_long_to_answer_is_given_up_and_keeps_nothing(bench, each_
                     pass
             cache.wait.set()
             await eventually(lambda: bool(cache.lent))
-            await eventually(lambda: source.ended(next(iter(cache.lent))) == ["expired"])
+            await world.idle()
+            assert cache.over()
+
+    run(test())
+
+
+def test_what_is_lent_to_one_who_gave_up_asking_comes_back_at_once(bench, each_transport, eventually):
+    async def test():
+        async with bench(each_transport) as world:
+            source, reader = await world.side("p"), await world.side("d")
+            cache = Cache(source)
+            cache.wait = asyncio.Event()
+            borrowing = reader.transfer.borrow(holder(source), NAMES[:5], 0, 60.0)
+            asking = asyncio.ensure_future(borrowing.__aenter__())
+            await eventually(lambda: cache.asked)
+            asking.cancel()
+            await asyncio.wait({asking})
+            cache.wait.set()
+            await eventually(lambda: bool(source.ends))
+            assert source.ended(next(iter(cache.lent))) == ["released"]
             await world.idle()
 
     run(test())
