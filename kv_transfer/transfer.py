@@ -51,6 +51,7 @@ COUNTERS = (
     "connections_opened",
     "loans",
     "loans_empty",
+    "loans_expired",
     "loaned_blocks",
 )
 
@@ -326,7 +327,9 @@ class Transfer:
                 # The thread may still read the blocks: harmless, as sums of an ended lease are never used.
                 part.cancel()
         self._changed(ended.lease)
-        self._loans.discard(ended.lease)
+        if ended.lease in self._loans:
+            self._loans.discard(ended.lease)
+            self._counters["loans_expired"] += ended.why == "expired"
         self._on_end(ended.lease, ended.why)
 
     def _arm(self) -> None:

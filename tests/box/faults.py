@@ -987,7 +987,7 @@ def _nothing_runs(box: Box, at_rest: dict[str, Counter[str]], problems: list[str
 
 async def _settled(game: Play) -> None:
     """All clients are gone. Where no message was held up, nobody works for them any more, soon, and no lease
-    had to run out: whoever was done with it has said so. A loan of cached blocks may, being short."""
+    had to run out: whoever was done with it has said so. A loan may: it ends as its borrower gives up."""
     kinds = {kind for kind, _ in game.happened}
     if kinds.isdisjoint(SILENT):
         await asyncio.sleep(SETTLED_S)
@@ -997,8 +997,8 @@ async def _settled(game: Play) -> None:
             load = worker.load()
             if worker.service.busy() or load.streams:
                 game.problems.append(f"{worker.id} still works: {load.running} run, streams {load.streams}")
-            excused = game.schedule.borrows or not game.happened.isdisjoint(UNTOLD)
-            if (gone := load.counters["leases_expired"]) and not excused:
+            gone = load.counters["leases_expired"] - load.counters["loans_expired"]
+            if gone and game.happened.isdisjoint(UNTOLD):
                 game.problems.append(f"{worker.id}: {gone} leases ran out, as nobody said that he was done")
     for router in game.box.routers.values():
         failovers = router.router.flow.counters["failovers"]

@@ -121,6 +121,8 @@ def test_a_loan_that_nobody_gives_back_ends_by_itself(bench, each_transport, eve
             await borrowing.__aexit__(None, None, None)
             await world.idle()
             assert cache.over()
+            counters = source.transfer.counters()
+            assert (counters["leases_expired"], counters["loans_expired"]) == (1, 1)
 
     run(test())
 
