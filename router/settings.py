@@ -106,7 +106,8 @@ class FlowSettings:
     max_requests: int = 4096
     """Requests in this router at once; more are refused with 429."""
     retry_after_s: float = 1.0
-    """What a refused client is told to wait, seconds."""
+    """What a refused client is told to wait, seconds; and after how long a request that waits for a worker
+    asks those again that failed it."""
     worker_wait_s: float = 0.0
     """Seconds for which a request waits for a worker when there is none; 0 fails at once with 503."""
     resume_wait_s: float = 30.0
@@ -117,7 +118,8 @@ class FlowSettings:
     token_timeout_s: float = 30.0
     """Seconds between two tokens; beyond, the worker is lost for this request."""
     max_failovers: int = 3
-    """Workers that one request may lose before it fails. Refusals do not count."""
+    """How often one request may lose its worker, be it the same one again, before it fails. Refusals do not
+    count."""
     early_handoff: bool = True
     """Whether a decode worker brings the KV of a prompt that takes several steps while it is still being
     computed. It takes room there sooner; the second token comes sooner by what the pull would have taken."""
