@@ -20,7 +20,7 @@ up: setup
 # Two processes, each file's tests in one: much of what live tests do is waiting. JOBS=0 is one process.
 JOBS ?= 2
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from fleetctl.__main__ import main
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, ["bench", *arguments], prog_name="fleetctl")
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["bench", *arguments], prog_name="fleetctl")
     return done.exit_code, done.stdout, done.stderr
 
 

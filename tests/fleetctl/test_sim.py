@@ -204,7 +204,7 @@ def test_the_command_says_it_as_one_object_and_as_a_table(tmp_path):
     assert said["all"]["attained"] == 5
     assert said["workload"]["seed"] == 1
     assert [json.loads(line)["outcome"]["tokens"] for line in records.read_text().splitlines()] == [5] * 5
-    shown = CliRunner().invoke(main, flags)
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(main, flags)
     assert "attainment" in shown.output
     assert "100.0%" in shown.output
 

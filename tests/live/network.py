@@ -63,7 +63,11 @@ class Way:
 
 
 class Network:
-    """Hosts by name, in order: `10.66.0.1`, `10.66.0.2`, …; a context manager."""
+    """Hosts by name, in order: `10.66.0.1`, `10.66.0.2`, …; a context manager.
+
+    The first is the one the test itself is on. It gets an address in the network, and no namespace: a thread
+    that entered one would leave behind those that gRPC has started in it before, for other tests.
+    """
 
     def __init__(self, hosts: Sequence[str], seed: int = 1) -> None:
         self.hosts = tuple(hosts)
@@ -146,22 +150,28 @@ class Network:
         self._remove()
 
     def _make(self, host: str) -> None:
-        name = self.namespace(host)
-        _ip("netns", "add", name)
-        with self.inside(host):
+        device, within = "net0", contextlib.nullcontext()
+        words: tuple[str, ...] = ()
+        if host == self.hosts[0]:
+            device = f"net{os.getpid()}"
+        else:
+            name = self.namespace(host)
+            _ip("netns", "add", name)
+            words, within = ("-n", name), self.inside(host)
+        with within:
             tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             self._tuns.append(tun)
-            fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH", b"net0", _IFF_TUN | _IFF_NO_PI))
-        _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "net0")
-        _ip("-n", name, "link", "set", "net0", "mtu", str(_MTU), "up")
-        _ip("-n", name, "link", "set", "lo", "up")
+            fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
+        _ip(*words, "address", "add", f"{self.address(host)}/24", "dev", device)
+        _ip(*words, "link", "set", device, "mtu", str(_MTU), "up")
+        _ip(*words, "link", "set", "lo", "up")
 
     def _remove(self) -> None:
         for tun in self._tuns:
             os.close(tun)
         for end in (self._wake, self._waker):
             os.close(end)
-        for host in self.hosts:
+        for host in self.hosts[1:]:
             subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
 
     def _carry(self) -> None:

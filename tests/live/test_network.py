@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     if why := missing():
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("network")
-    with Network(HOSTS) as network, network.inside("client"):
+    with Network(HOSTS) as network:
         etcd, nats = Etcd(folder / "etcd"), Nats(folder / "nats")
         for server in (etcd, nats):
             server.host = network.address("control")

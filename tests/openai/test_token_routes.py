@@ -106,6 +106,8 @@ def test_the_openapi_page_tells_the_truth(serve: Any, says: Any) -> None:
             }
             assert described == served
             for method, path in described:
+                if path.startswith("/fleet/"):
+                    continue  # of a whole router, which is not here: each has tests of its own
                 response = await site.client.request(method, path.replace("{model}", MODEL))
                 assert response.status_code in ((200,) if method == "GET" else (415,)), path
             for operations in document["paths"].values():
