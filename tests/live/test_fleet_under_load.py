@@ -53,10 +53,9 @@ MODELS = [
     pytest.param(("latency:base=20", 150, 1 << 20), id="latency"),
     pytest.param(("smollm2", 40, 96 << 20), id="smollm2", marks=pytest.mark.model),
 ]
-"""The first of every run, the second for `CHAOS_LONG=1`: `test_chaos.py` has a real model, too."""
 
 
-@pytest.fixture(scope="module", params=MODELS if os.environ.get("CHAOS_LONG") else MODELS[:1])
+@pytest.fixture(scope="module", params=MODELS)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model, tokens, memory = request.param
     state = tmp_path_factory.mktemp("fleet")
