@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention import KvPool
+from engine.attention.choose import choose_attention
+from engine.kv_pool import KvPool
 from engine.latency_runner import LatencyModel, LatencyRunner
 from engine.models.llama import Llama, LlamaConfig
 from engine.runner import Runner
@@ -111,8 +112,9 @@ def build_runner(
     config = read_config(folder)
     with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
         model = Llama(LlamaConfig.read(config), checkpoint)
+    attention = choose_attention(settings.attention, pool)
     identity = fingerprint(folder, config, layout)
-    return TorchRunner(model, pool, identity, device=device, threads=settings.threads, host=host)
+    return TorchRunner(model, pool, attention, identity, device=device, threads=settings.threads, host=host)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -42,6 +42,10 @@ class EngineSettings:
     """cpu, cuda, cuda:N or auto, which is cuda where there is a device. KV on a device is copied to host
     memory when it is handed over, and back."""
 
+    attention: str = "auto"
+    """Backend of attention: gather (plain torch, anywhere) or auto, which is the fastest that works on the
+    device. Which one it is, and why, is logged at start."""
+
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
 import torch
 
 from engine import sampler
-from engine.attention import KvPool, StepPlan, plan_step
+from engine.attention.protocol import Attention
+from engine.kv_pool import KvPool
 from engine.models.llama import Llama
+from engine.step_plan import Ints, plan_step
 from engine.words import Batch, BatchResult, Chunk
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.request import TokenLogprobs
@@ -30,6 +33,7 @@ class TorchRunner:
         self,
         model: Llama,
         pool: KvPool,
+        attention: Attention[Any],
         fingerprint: Fingerprint,
         *,
         device: torch.device,
@@ -38,7 +42,8 @@ class TorchRunner:
     ) -> None:
         """`host`: uint8 `[blocks, block_bytes]`, where the pool is not itself the memory that others read."""
         self._host = host
-        self._model, self._pool, self._fingerprint, self._device = model, pool, fingerprint, device
+        self._model, self._pool, self._attention = model, pool, attention
+        self._fingerprint, self._device = fingerprint, device
         # OpenMP counts threads per calling thread: to be set where the steps run.
         self._thread = ThreadPoolExecutor(1, "steps", initializer=torch.set_num_threads, initargs=(threads,))
 
@@ -71,12 +76,16 @@ class TorchRunner:
         """The same, at once and in the caller's thread."""
         chunks = batch.chunks
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draw]
-        plan = plan_step(chunks, self._pool.layout, self._device)
-        hidden = self._model.forward(plan, self._pool)
-        scores = self._score(hidden, plan, chunks)
+        plan = plan_step(chunks, self._pool.layout)
+        prepared = self._attention.prepare(plan)
+        self._pool.clear(self._tensor(plan.fresh))
+        hidden = self._model.forward(
+            self._tensor(plan.tokens), self._tensor(plan.positions), self._attention, prepared
+        )
+        scores = self._score(hidden, plan.scores, chunks)
         if not drawing:
             return BatchResult((None,) * len(chunks), scores=scores)
-        logits = self._model.logits(hidden, plan.draws)
+        logits = self._model.logits(hidden, self._tensor(plan.draws))
         drawn, found = sampler.draw(logits, [chunks[index] for index in drawing])
         tokens: list[int | None] = [None] * len(chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
@@ -84,16 +93,19 @@ class TorchRunner:
             tokens[index], logprobs[index] = token, probability
         return BatchResult(tuple(tokens), tuple(logprobs) if any(found) else (), scores)
 
+    def _tensor(self, values: Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
     def _score(
-        self, hidden: torch.Tensor, plan: StepPlan, chunks: Sequence[Chunk]
+        self, hidden: torch.Tensor, rows: Ints, chunks: Sequence[Chunk]
     ) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """Log-probabilities of the prompt tokens that chunks ask for."""
-        if not len(plan.scores):
+        if not len(rows):
             return ()
         wanted = [(target, c.sampling.prompt_logprobs) for c in chunks for target in c.targets]
         found: list[TokenLogprobs] = []
         for first in range(0, len(wanted), _SCORED):
-            logits = self._model.logits(hidden, plan.scores[first : first + _SCORED])
+            logits = self._model.logits(hidden, self._tensor(rows[first : first + _SCORED]))
             found += sampler.score(logits, wanted[first : first + _SCORED])
         each = iter(found)
         return tuple(tuple(islice(each, len(chunk.targets))) for chunk in chunks)

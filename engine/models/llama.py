@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding
 
-from engine.attention import KvPool, StepPlan
+from engine.attention.protocol import Attention, Look, Prepared
+from engine.ops import Ops, TorchOps
 from engine.weights import Checkpoint, Linear
 from fleet.errors import BadRequest
 
@@ -138,8 +139,11 @@ class _Layer:
 class Llama:
     """Weights on a device, and the forward pass."""
 
-    def __init__(self, config: LlamaConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: LlamaConfig, checkpoint: Checkpoint, ops: Ops | None = None) -> None:
+        """`ops`: the device's own; None is plain torch."""
         self.config = config
+        self._ops = ops or TorchOps()
+        self._look = Look(scale=config.head_dim**-0.5)
         hidden, heads, kv = (
             config.hidden,
             config.heads * config.head_dim,
@@ -181,35 +185,36 @@ class Llama:
         table = config.rope.table(config.max_tokens, config.head_dim)
         self._rope = table.to(device=self._embedding.device, dtype=self._embedding.dtype)
 
-    def forward(self, plan: StepPlan, pool: KvPool) -> Tensor:
-        """Last hidden state of every row, `[rows, hidden]`; writes the KV of every token."""
-        config = self.config
-        width = (config.hidden,)
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention[Prepared], prepared: Prepared
+    ) -> Tensor:
+        """Last hidden state of every row, `[rows, hidden]`; writes the KV of every token.
+
+        `tokens` and `positions`: int64 `[rows]`, those of the step that `prepared` was made of.
+        """
+        config, ops = self.config, self._ops
         rotated = config.heads + config.kv_heads
-        count = plan.tokens.shape[0]
-        cosine, sine = self._rope[plan.positions].unsqueeze(1).chunk(2, dim=-1)
-        hidden = embedding(plan.tokens, self._embedding)
-        pool.begin(plan)
+        count = tokens.shape[0]
+        cosine, sine = self._rope[positions].chunk(2, dim=-1)
+        residual = embedding(tokens, self._embedding)
+        added: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(hidden, width, layer.attention_norm, config.epsilon))
+            qkv = layer.qkv(self._normed(residual, added, layer.attention_norm))
             heads = qkv.view(count, rotated + config.kv_heads, config.head_dim)
-            _rotate(heads[:, :rotated], cosine, sine)
-            pool.write(index, heads[:, config.heads :], plan)
-            attended = pool.attend(index, heads[:, : config.heads], plan)
-            hidden = hidden + layer.out(attended.view(count, -1))
-            gate, up = layer.gate_up(rms_norm(hidden, width, layer.mlp_norm, config.epsilon)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(silu(gate).mul_(up))
-        return hidden
+            ops.rotary(heads[:, :rotated], cosine, sine)
+            attention.write(index, heads[:, config.heads :], prepared)
+            attended = attention.attend(index, heads[:, : config.heads], prepared, self._look)
+            normed = self._normed(residual, layer.out(attended.view(count, -1)), layer.mlp_norm)
+            added = layer.down(ops.swiglu(layer.gate_up(normed)))
+        return residual if added is None else residual.add_(added)
+
+    def _normed(self, residual: Tensor, added: Tensor | None, weight: Tensor) -> Tensor:
+        """Adds what the part before gave to `residual`, in place, and norms the sum."""
+        if added is None:
+            return self._ops.rms_norm(residual, weight, self.config.epsilon)
+        return self._ops.rms_norm(added, weight, self.config.epsilon, residual)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """`[rows, vocabulary]`, float32, of these rows of a last hidden state."""
-        found = rms_norm(hidden[rows], (self.config.hidden,), self._norm, self.config.epsilon)
+        found = self._ops.rms_norm(hidden[rows], self._norm, self.config.epsilon)
         return self._head(found).float()
-
-
-def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> None:
-    """Turns `[tokens, heads, head_dim]` in place; the pairs are (i, i + head_dim / 2)."""
-    first, second = heads.chunk(2, dim=-1)
-    turned = (first * cosine).addcmul_(second, sine, value=-1)
-    second.mul_(cosine).addcmul_(first, sine)
-    first.copy_(turned)

@@ -134,8 +134,7 @@ def test_old_bytes_in_the_pool_change_nothing(
 ) -> None:
     """Freed blocks keep what was in them; even NaN there must not reach a sequence that takes them next."""
     runner = small_runner()
-    memory = runner._pool._blocks
-    memory.fill_(torch.nan)
+    runner._pool.values.fill_(torch.nan)
     driver = drive(runner)
     sequences = [driver.add(prompt(length), 20, SEEN) for length in (3, 17, 40)]
     driver.run(sequences, 20, chunk=11)

@@ -1,0 +1,1 @@
+"""Attention over the paged KV pool: one protocol, one module a backend."""

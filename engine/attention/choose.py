@@ -1,0 +1,42 @@
+"""Which attention backend a replica uses, and why; said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine.attention.gather import GatherAttention
+from engine.attention.protocol import Attention
+from engine.kv_pool import KvPool
+from fleet.errors import BadRequest
+
+log = logging.getLogger(__name__)
+
+_Attempt = Callable[[KvPool], "tuple[Attention[Any] | None, str]"]
+"""The backend over a pool and what speaks for it; or None and what it lacks."""
+
+
+def _gather(pool: KvPool) -> tuple[Attention[Any] | None, str]:
+    return GatherAttention(pool), "plain torch"
+
+
+BACKENDS: dict[str, _Attempt] = {"gather": _gather}
+"""In the order in which `auto` tries them; a module that needs much is imported in its attempt. The last
+one works anywhere."""
+
+
+def choose_attention(name: str, pool: KvPool) -> Attention[Any]:
+    """BadRequest where the one that was asked for by name does not work here, with the reason."""
+    if name != "auto" and name not in BACKENDS:
+        raise BadRequest(f"attention {name!r} is not one of auto, {', '.join(BACKENDS)}")
+    lacks: list[str] = []
+    for backend, attempt in BACKENDS.items():
+        if name not in ("auto", backend):
+            continue
+        attention, why = attempt(pool)
+        if attention is not None:
+            log.info("attention: %s (%s)", backend, "; ".join([why, *lacks]))
+            return attention
+        lacks.append(f"{backend}: {why}")
+    raise BadRequest(f"attention {name!r} does not work here: {'; '.join(lacks)}")
