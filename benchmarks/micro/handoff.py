@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import uvloop
 
 from benchmarks.report import emit, percentile
 from decode_worker.service import DecodeService
@@ -213,10 +214,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.worker:
         role, transport = options.worker.split(",")
-        asyncio.run(_worker(Role(role), transport))
+        uvloop.run(_worker(Role(role), transport))  # as workers do
         return 0
     for transport in ("shm", "ucx"):
-        asyncio.run(_measure(transport, 2 if options.quick else 15))
+        uvloop.run(_measure(transport, 2 if options.quick else 15))
     return 0
 
 

@@ -222,6 +222,8 @@ class SessionServer:
             )
         except OSError as error:
             raise OSError(f"cannot listen at {bind}:{port}: {error}") from None
+        # asyncio does so only for sockets whose protocol is named: a frame would wait 40 ms for the last one.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: Connection(self._settings.message_bytes, self._came, _GREETING_BYTES),
             sock=listener,

@@ -66,6 +66,8 @@ class HttpServer:
             (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
         )
         _notice_silence(listener, settings.write_timeout_s)
+        # asyncio does so only for sockets whose protocol is named; uvloop for all.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(
             _for_browsers(ingress, settings) if settings.cors_origins else ingress,
             http=bounded(settings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import signal
 import socket
@@ -1029,6 +1030,37 @@ def test_a_taken_port_is_an_error_and_loopback_is_the_default() -> None:
         with pytest.raises(OSError, match=str(ports[1])):
             await serve(Recorder(), session_port=ports[1])
         await first.close(0)
+
+    live(scenario())
+
+
+def own_ends(port: int) -> list[socket.socket]:
+    """This process's sockets at a port, or connected to it."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # not a socket, or gone since it was listed
+            end = socket.socket(fileno=os.dup(int(name)))
+            ports = [end.getsockname()[1]] if end.family == socket.AF_INET else []
+            with suppress(OSError):  # what listens has no peer
+                ports += [end.getpeername()[1]] if ports else []
+            if port in ports:
+                found.append(end)
+            else:
+                end.close()
+    return found
+
+
+def test_no_frame_waits_until_the_one_before_is_acknowledged() -> None:
+    async def scenario() -> None:
+        server, wire = await serve(Recorder()), NetworkWire()
+        await wire.open(server.sessions)
+        ends = own_ends(int(server.sessions.rpartition(":")[2]))
+        assert len(ends) == 3  # what listens, who was taken in, who called
+        for end in ends:
+            with end:
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        await wire.close()
+        await server.close(0)
 
     live(scenario())
 
