@@ -1,0 +1,153 @@
+"""How many workers of each role a load needs: from demand and capacity as they were learnt, and why. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.capacity import Capacity
+from planner.forecast import Forecast, Mean
+from planner.queueing import aggregated_workers, decode_workers, prefill_workers
+from planner.words import Asked, Observation, PlannerSettings, WorkerSeen
+
+_MIX_S = 45.0
+"""Over which lengths and shares are means."""
+_FEW = 8.0
+"""Requests whose lengths make a mean that is relied on."""
+_ASKED_SHARE = 0.05
+"""Share of requests from which on the objectives of their class are planned for."""
+_DRAIN_S = 30.0
+"""In which queues are to be worked off."""
+_MOST_BACKLOG = 0.5
+"""Share of what comes anew by which a backlog may add to it, beside one worker: what has piled up while
+workers start is no reason for many times as many."""
+_QUEUE_S = 0.5
+"""Of prompts at a worker that are no backlog."""
+_MARGIN = 0.9
+"""Share of an objective that is planned for; the rest is for hand-off, network and noise."""
+_LATE_SHARE = 0.5
+"""Share of the misses that are allowed which either pool may cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Workers that a load needs, whatever there may be."""
+
+    prefill: int
+    decode: int
+    why: str
+    aggregated: int | None = None
+    """Workers that would do without a split; None: unknown, or none would."""
+
+    def of(self, role: str) -> int:
+        return self.prefill if role == "prefill" else self.decode
+
+
+class Load:
+    """A fold of what is asked: how much, of what lengths, with which objectives."""
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._settings = settings
+        self.arrivals = Forecast(settings.season_s)
+        self._prompt, self._square, self._answer, self._cached = (Mean(_MIX_S) for _ in range(4))
+        self._classes: dict[str, tuple[Mean, float | None, float | None]] = {}
+        self.idle_since: float | None = None
+
+    def add(self, asked: Asked, now: float) -> None:
+        self.arrivals.add(asked.arrived, asked.seconds, now)
+        self._prompt.add(asked.prompt_tokens, asked.arrived, asked.seconds)
+        self._square.add(asked.prompt_squares, asked.arrived, asked.seconds)
+        self._cached.add(asked.cached_tokens, asked.started_tokens, asked.seconds)
+        self._answer.add(asked.output_tokens, asked.ended, asked.seconds)
+        for name, seen in sorted(asked.classes.items()):
+            held = self._classes.get(name, (Mean(_MIX_S),))[0]
+            self._classes[name] = (held, seen.ttft_ms, seen.tpot_ms)
+        for name, (held, _, _) in self._classes.items():
+            arrived = asked.classes[name].arrived if name in asked.classes else 0
+            held.add(arrived, asked.arrived, asked.seconds)
+        if asked.arrived or asked.running or asked.waiting:
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = now
+
+    def objectives(self) -> tuple[float, float]:
+        """Time to the first token and time per token to plan for, seconds: the shortest of those that are
+        asked for at all often."""
+        asked = [
+            (ttft_ms, tpot_ms)
+            for held, ttft_ms, tpot_ms in self._classes.values()
+            if (held.value or 0.0) >= _ASKED_SHARE
+        ]
+        ttft_ms = min((ttft for ttft, _ in asked if ttft is not None), default=self._settings.ttft_ms)
+        tpot_ms = min((tpot for _, tpot in asked if tpot is not None), default=self._settings.tpot_ms)
+        return ttft_ms / 1000, tpot_ms / 1000
+
+    def needs(
+        self,
+        seen: Observation,
+        capacity: Capacity,
+        ahead_s: float,
+        *,
+        times: float = 1.0,
+        pressure: tuple[float, float] = (1.0, 1.0),
+        queues: bool = True,
+    ) -> Needs | str:
+        """For `times` what is expected in `ahead_s`; `pressure`: how many times more each pool is found to
+        need than the model says. Without `queues`: what has piled up is not regarded. A text: why that is
+        not known."""
+        settings = self._settings
+        level = self.arrivals.level
+        if level is None:
+            return "nothing was told of demand yet"
+        rate = times * ((self.arrivals.at(ahead_s) or level) if settings.forecast else level)
+        ttft_s, tpot_s = self.objectives()
+        prompt, answer = self._prompt.value, self._answer.value
+        if prompt is None or self._prompt.count < _FEW / 2:
+            return "too few requests came to know how long their prompts are"
+        speed = capacity.prefill_tokens_s
+        if speed is None and seen.prefill.ready:
+            return "no prefill worker has shown its speed yet"
+        late = (1 - settings.target) * _LATE_SHARE
+        fresh = 1 - (self._cached.value or 0.0)
+        prefill, busy, prefill_why = 0, 0.0, "no prefill worker has shown its speed"
+        if speed is not None:
+            service_s = prompt * fresh / speed
+            square = (self._square.value or 0.0) / (prompt * prompt)
+            scv = max(0.0, square - 1)
+            backlog = 0.0
+            if queues:
+                queued = sum(one.queued_tokens for one in seen.workers if one.role == "prefill")
+                usual = _QUEUE_S * speed * max(1, seen.prefill.ready)
+                backlog = max(0.0, times * (queued + seen.asked.waiting_tokens * fresh) - usual)
+            anew = rate * service_s
+            busy = pressure[0] * (anew + min(backlog / speed / _DRAIN_S, _MOST_BACKLOG * anew + 1))
+            # The longest tenth of prompts takes about so long itself.
+            own_s = service_s * (1 + 1.3 * min(1.5, scv**0.5))
+            wait_s = _MARGIN * ttft_s - own_s
+            prefill = prefill_workers(busy, service_s, scv, wait_s, late, settings.utilisation)
+            piled = f", {backlog:.0f} queued" if backlog else ""
+            prefill_why = (
+                f"prefill {prefill}: {rate:.3g}/s of {prompt * fresh:.0f} new tokens{piled} at "
+                f"{speed:.0f} tokens/s each"
+            )
+        decode = capacity.decode(_MARGIN * tpot_s, prompt + (answer or 0.0) / 2)
+        if decode is None or answer is None:
+            return "no decode worker has shown its speed yet"
+        there = sum(_in_progress(one, decode.step_s) for one in seen.workers if one.role == "decode")
+        sequences = max(rate * answer * decode.step_s, times * there if queues else 0.0)
+        sequences *= pressure[1]
+        many = decode_workers(sequences, decode.batch, late)
+        why = (
+            f"{prefill_why}; decode {many}: {sequences:.1f} answers in progress, {decode.batch:.0f} to a "
+            f"worker ({decode.limited_by})"
+        )
+        together = aggregated_workers(
+            busy, sequences, decode.base_s, decode.each_s, _MARGIN * tpot_s, settings.utilisation
+        )
+        return Needs(prefill, many, why, together if speed is not None else None)
+
+
+def _in_progress(worker: WorkerSeen, step_s: float) -> float:
+    """Answers that it would have in progress if its steps took so long: too many at a time are slow, and slow
+    ones are many. Of those that wait there as many as run, at most."""
+    slow = max(1.0, (worker.decode_step_s or step_s) / step_s)
+    return (worker.running + min(worker.waiting, worker.running)) / slow
