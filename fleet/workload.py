@@ -128,6 +128,17 @@ class Amount:
         text = numbers if self.kind == "constant" else f"{self.kind}:{numbers}"
         return text if (self.least, self.most) == (0, math.inf) else f"{text}@{self.least:g}..{self.most:g}"
 
+    @property
+    def mean(self) -> float:
+        """Of the distribution without its bounds."""
+        match self.kind:
+            case "uniform":
+                return (self.first + self.second) / 2
+            case "lognormal":
+                return self.first * math.exp(self.second**2 / 2)
+            case _:
+                return self.first
+
     def draw(self, noise: np.random.Generator) -> float:
         match self.kind:
             case "constant":

@@ -17,6 +17,7 @@ from fleetctl.commands.key import key
 from fleetctl.commands.logs import logs
 from fleetctl.commands.model import model
 from fleetctl.commands.operate import drain, role, scale, status
+from fleetctl.commands.plan import plan
 from fleetctl.commands.sim import sim
 from fleetctl.commands.top import top
 from fleetctl.commands.up import down, up
@@ -79,6 +80,7 @@ for command in (
     key,
     bench,
     sim,
+    plan,
 ):
     main.add_command(command)
 for last in ("version", "completion"):

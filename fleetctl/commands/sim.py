@@ -114,7 +114,7 @@ def setup_of(given: Mapping[str, Any], plan: Plan) -> Setup:
     from fleetctl.sim.policies import Policy
     from fleetctl.sim.words import Fault, Setup
 
-    speed, kv_bytes, kv_tokens = _device(given)
+    speed, kv_bytes, kv_tokens = device_of(given)
     usual = "default"
     return Setup(
         speed=speed,
@@ -139,7 +139,7 @@ def setup_of(given: Mapping[str, Any], plan: Plan) -> Setup:
     )
 
 
-def _device(given: Mapping[str, Any]) -> tuple[Speed, float, int]:
+def device_of(given: Mapping[str, Any]) -> tuple[Speed, float, int]:
     """Speed of a worker, bytes of a token's KV, and how many tokens have room."""
     from fleetctl.sim.devices import GPUS, MODELS
     from fleetctl.sim.speed import Roofline, benchmark_samples, fit, splitwise_samples
