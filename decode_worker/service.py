@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.borrowing import Borrowing
 from engine.intake import Intake
@@ -34,6 +34,13 @@ COUNTERS = (
 )
 """Pulls that became local computing; prompt tokens brought, and found here; jobs without a ticket; jobs whose
 prompt was still being computed, and blocks brought of it before its first token was known."""
+
+
+@dataclass(slots=True)
+class _Here:
+    """Of how many leading tokens of a sequence the KV is here and proven."""
+
+    tokens: int
 
 
 class DecodeService:
@@ -88,13 +95,13 @@ class DecodeService:
             if ready is None:
                 return
             reservation = await self._engine.reserve(ready)
-            proven = reservation.cached * self._engine.layout.block_size
+            here = _Here(reservation.cached * self._engine.layout.block_size)
             try:
-                proven, error = await self._pull(stream, reservation, ticket, None)
-                self._lacking(stream, error)
+                self._lacking(stream, await self._pull(stream, reservation, ticket, None, here))
             finally:
-                # Also after a cancel: the pull has ended for sure, so the blocks may be used again.
-                self._engine.filled(new.id, proven)
+                # Also after a cancel: the pull has ended for sure, so the blocks may be used again, and what
+                # came is worth caching.
+                self._engine.filled(new.id, here.tokens)
 
     async def _follow(
         self,
@@ -105,14 +112,14 @@ class DecodeService:
     ) -> None:
         """Like `_bring`, of a prompt that is still being computed: its first tokens come last."""
         reservation: Reservation | None = None
-        proven = 0
+        here = _Here(0)
         generated: tuple[int, ...] = ()
         matcher: Matcher | None = None
         compiling = self._compile(stream)
         try:
             async with self._transfer.keep(ticket):
                 reservation = await self._engine.reserve(new)
-                proven, error = await self._pull(stream, reservation, ticket, first)
+                error = await self._pull(stream, reservation, ticket, first, here)
             generated = await first
             # Not before: a prompt that was given up ends its lease, too.
             self._lacking(stream, error)
@@ -131,7 +138,7 @@ class DecodeService:
             if compiling is not None:
                 compiling.cancel()
             if reservation is not None:
-                self._engine.filled(new.id, proven, generated, matcher)
+                self._engine.filled(new.id, here.tokens, generated, matcher)
 
     async def _pull(
         self,
@@ -139,13 +146,14 @@ class DecodeService:
         reservation: Reservation,
         ticket: KvTicket,
         first: asyncio.Future[tuple[int, ...]] | None,
-    ) -> tuple[int, FleetError | None]:
+        here: _Here,
+    ) -> FleetError | None:
         """Brings the blocks that are lacking; with `first`, which is done when the prompt is, part by part as
-        they become final. Returns of how many tokens the KV is here and proven, and why not of all."""
+        they become final. Returns why not all came. `here` is kept up to date, whatever ends this."""
         size = self._engine.layout.block_size
         cached, have, needed = reservation.cached, reservation.cached, -(-ticket.tokens // size)
+        here.tokens = cached * size
         self._counters["pull_hit_tokens"] += min(cached * size, ticket.tokens)
-        failure: FleetError | None = None
         try:
             while have < needed:
                 ready = needed if first is None else await self._transfer.ready(ticket, have)
@@ -158,16 +166,16 @@ class DecodeService:
                 if self._engine.staged:
                     await self._engine.from_host([own for _, own in pairs])
                 have += len(pairs)
+                here.tokens = have * size if have < needed else max(ticket.tokens, cached * size)
                 if first is not None and not first.done():
                     self._counters["pulled_early_blocks"] += len(pairs)
         except (LeaseExpired, TransferFailed, BadRequest) as error:
-            failure = error
-        else:
-            if have > cached:
-                stream.started(Stage.PULL_ENDED)
-        proven = have * size if have < needed else max(ticket.tokens, cached * size)
-        self._counters["pulled_tokens"] += max(0, proven - cached * size)
-        return proven, failure
+            return error
+        finally:
+            self._counters["pulled_tokens"] += max(0, here.tokens - cached * size)
+        if have > cached:
+            stream.started(Stage.PULL_ENDED)
+        return None
 
     def _lacking(self, stream: Stream, error: FleetError | None) -> None:
         if error is not None:

@@ -161,6 +161,12 @@ class BlockPool:
             self._quarantined.remove(block)
             self._free.append(block)
 
+    def take_from_quarantine(self, blocks: Iterable[int]) -> None:
+        """Nothing writes to them any more, and what is in them is wanted: held once, as if allocated."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._holders[block] = 1
+
     def cached(self) -> tuple[int, ...]:
         """`short()` names of all blocks that can be found."""
         return tuple(short(name) for name in self._by_name)

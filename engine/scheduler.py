@@ -74,6 +74,17 @@ class Plan:
     """Decisions worth a line in the log."""
 
 
+@dataclass(slots=True)
+class _GivenUp:
+    """A reservation that was cancelled: blocks to which a transfer may still write."""
+
+    blocks: list[int]
+    names: list[BlockHash]
+    """Of the whole sequence's full blocks."""
+    first: int
+    """Blocks of it before these, which were in the cache."""
+
+
 class Scheduler:
     def __init__(self, *, blocks: int, block_size: int, max_tokens: int, settings: EngineSettings) -> None:
         """`blocks` of `block_size` tokens; `max_tokens`: longest sequence the model allows."""
@@ -86,7 +97,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._filling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
-        self._quarantine: dict[str, list[int]] = {}
+        self._quarantine: dict[str, _GivenUp] = {}
         self._loans: dict[str, list[int]] = {}
         """Cached blocks that others read, in chain order."""
         self._loaned: Counter[int] = Counter()
@@ -124,12 +135,13 @@ class Scheduler:
         self, id: str, tokens: int, generated: tuple[int, ...] = (), matcher: Matcher | None = None
     ) -> None:
         """The KV of the first `tokens` tokens of a reservation is valid, and nothing writes to its blocks
-        any more; the rest is computed here. Once for each reservation, also after `cancel`.
+        any more; the rest is computed here. Once for each reservation, also after `cancel`: what came is
+        cached then.
 
         `generated`: what was drawn elsewhere since it was reserved, with the matcher that has accepted it.
         """
         if id in self._quarantine:
-            self.pool.end_quarantine(self._quarantine.pop(id))
+            self._end_quarantine(self._quarantine.pop(id), tokens // self._block_size)
             return
         sequence = self._filling.get(id)
         if sequence is None:
@@ -357,7 +369,7 @@ class Scheduler:
         slots = [s.slot for s in self._sequences.values() if s.slot >= 0] + self._slots
         assert len(set(slots)) == len(slots), "a slot is used twice"
         assert set(range(self._settings.max_batch)) <= set(slots), "a slot is lost"
-        assert self.pool.quarantined == sum(map(len, self._quarantine.values()))
+        assert self.pool.quarantined == sum(len(given_up.blocks) for given_up in self._quarantine.values())
         if idle:
             assert not self._sequences, f"left over: {sorted(self._sequences)}"
             assert not self._loans, f"lent and not taken back: {sorted(self._loans)}"
@@ -599,6 +611,22 @@ class Scheduler:
                 sequence.blocks_changed()
             sequence.registered = position + 1
 
+    def _end_quarantine(self, given_up: _GivenUp, valid: int) -> None:
+        """Of the sequence's full blocks the first `valid` hold what their names say: the next one finds them,
+        if those before them still are in the cache."""
+        first, names = given_up.first, given_up.names[:valid]
+        before = self.pool.cached_chain(names[:first])
+        come = given_up.blocks[: max(0, len(names) - first)] if len(before) == first else []
+        self.pool.end_quarantine(given_up.blocks[len(come) :])
+        if not come:
+            return
+        self.pool.hold(before)
+        self.pool.take_from_quarantine(come)
+        chain = before
+        for position, block in enumerate(come, first):
+            chain.append(self.pool.register(block, names[position], names[position - 1] if position else b""))
+        self.pool.release(chain)
+
     def _ready(self, sequence: Sequence) -> Ready:
         """Blocks before `computed` are full and have their names: nothing swaps them any more."""
         sequence.lent = sequence.computed // self._block_size
@@ -619,7 +647,7 @@ class Scheduler:
             cached = sequence.computed // self._block_size
             # A transfer may still write to the others.
             self.pool.quarantine(sequence.blocks[cached:])
-            self._quarantine[sequence.id] = sequence.blocks[cached:]
+            self._quarantine[sequence.id] = _GivenUp(sequence.blocks[cached:], sequence.names, cached)
             del sequence.blocks[cached:]
         else:
             del self._running[sequence.id]

@@ -18,6 +18,7 @@ from engine.runner import Runner
 from engine.settings import EngineSettings
 from fleet.errors import DeadlineExceeded, Internal
 from fleet.handoff import CancelReason
+from fleet.ids import WorkerId
 from fleet.kv_layout import KvLayout
 from fleet.member import Role
 from fleet.request import Constraint, ConstraintKind, FinishReason, Sampling
@@ -42,6 +43,10 @@ def box_of(prefill: int = 1, decode: int = 1, router: RouterSettings = EARLY, **
 
 def counter(box: Box, name: str) -> int:
     return sum(worker.load().counters.get(name, 0) for worker in box.workers.values())
+
+
+def counter_of(box: Box, worker: str, name: str) -> int:
+    return box.workers[WorkerId(worker)].load().counters.get(name, 0)
 
 
 def right(box: Box, answer: Answer, prompt: range | list[int] = PROMPT, sampling: Sampling = ANSWER) -> None:
@@ -194,6 +199,24 @@ def test_a_worker_lost_at_any_time_costs_latency_only(victim: str, how: str) -> 
             return box.router.flow.counters["early_legs"]
 
     assert sum(run(main(after_s), horizon_s=600) for after_s in TIMES[::2]) > 0
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_was_brought_of_a_prompt_whose_worker_dies_is_not_brought_or_computed_again(others: int) -> None:
+    async def main() -> None:
+        async with box_of(1 + others, 1) as box:
+            asked = asyncio.create_task(box.ask(box.request(PROMPT, ANSWER, 1)))
+            await box.until(lambda: counter(box, "pulled_early_blocks") >= 32)
+            victim = next(w for w in ("prefill-0", "prefill-1") if counter_of(box, w, "lent_early"))
+            await box.kill(victim)
+            right(box, await asked)
+            if others:
+                assert counter_of(box, "decode-0", "pull_hit_tokens") >= 512
+            else:
+                # Its first step begins before the pull that was given up has ended.
+                assert counter_of(box, "decode-0", "cached_tokens") >= 512 - STEPS.max_step_tokens
+
+    run(main(), horizon_s=60)
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "cut", "drop"])

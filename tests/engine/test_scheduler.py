@@ -591,11 +591,60 @@ def test_a_cancelled_reservation_is_in_quarantine_until_filled_is_called() -> No
     steps.scheduler.add(new("b", 3, 1))
     assert not steps.step().batch.chunks
     assert steps.finished["f"].finish is FinishReason.CANCELLED
-    steps.scheduler.filled("f", 15)
+    steps.scheduler.filled("f", 0)
     assert steps.scheduler.pool.cached() == ()
     steps.until_idle()
     with pytest.raises(ValueError, match="not a reservation"):
         steps.scheduler.filled("f", 15)
+
+
+@pytest.mark.parametrize(("came", "kept"), [(15, 3), (11, 2), (3, 0), (0, 0)])
+def test_what_came_for_a_cancelled_reservation_is_cached(came: int, kept: int) -> None:
+    steps = make(blocks=8)
+    prompt = tuple(range(15))
+    steps.scheduler.add(new("f", prompt, 5, fill=True))
+    assert steps.scheduler.cancel("f")
+    steps.scheduler.filled("f", came)
+    steps.scheduler.validate()
+    assert len(steps.scheduler.pool.cached()) == kept
+    steps.scheduler.add(new("again", prompt, 1))
+    steps.until_idle()
+    assert steps.finished["again"].cached_tokens == kept * SIZE
+    assert steps.scheduler.counters.computed_tokens == 15 - kept * SIZE
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_what_came_after_a_cached_beginning_is_kept_with_it_only(evicted: bool) -> None:
+    steps = make(blocks=5)
+    prompt = tuple(range(15))
+    steps.scheduler.add(new("before", prompt[:9], 1))
+    steps.until_idle()
+    steps.scheduler.add(new("f", prompt, 5, fill=True))
+    steps.plan()
+    assert steps.reservations["f"].cached == 2
+    assert steps.scheduler.cancel("f")
+    if evicted:
+        steps.scheduler.add(new("other", 9, 1))
+        while steps.scheduler.has_work:
+            steps.step()
+        assert steps.finished["other"].cached_tokens == 0
+    steps.scheduler.filled("f", 15)
+    steps.until_idle()
+    steps.scheduler.add(new("again", prompt, 1))
+    steps.until_idle()
+    assert steps.finished["again"].cached_tokens == (0 if evicted else 12)
+
+
+def test_what_came_twice_is_kept_once() -> None:
+    steps = make(blocks=16)
+    prompt = tuple(range(15))
+    for id in ("f", "g"):
+        steps.scheduler.add(new(id, prompt, 5, fill=True))
+        assert steps.scheduler.cancel(id)
+    for id in ("f", "g"):
+        steps.scheduler.filled(id, 15)
+    assert len(steps.scheduler.pool.cached()) == 3
+    steps.until_idle()
 
 
 def test_more_than_was_reserved_cannot_be_filled() -> None:
