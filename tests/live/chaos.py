@@ -82,18 +82,23 @@ class LatencyOracle:
 class CalmOracle:
     """A real model's answers, each asked for once before anything is disturbed. `learn` first."""
 
-    def __init__(self, model: str, tokens: int, kinds: int) -> None:
+    def __init__(self, model: str, tokens: int, kinds: int, prompt_words: int = 0) -> None:
+        """`prompt_words` more than those of the bare question, which are about 20 tokens."""
         self._model = model
         self._tokens = tokens
         self._kinds = kinds
+        self._words = prompt_words
         self._known: dict[int, str] = {}
 
     def question(self, number: int) -> dict[str, Any]:
         kind = number % self._kinds
         drawn = {"temperature": 0} if kind % 2 else {"temperature": 0.8, "seed": kind}
+        # The number comes first: no two kinds have a block in common.
+        more = "".join(f"{WORDS[(kind * 7 + word * word) % len(WORDS)]} " for word in range(self._words))
+        more = f"{kind}: {more}" if more else ""
         return {
             "model": self._model,
-            "prompt": f"List {kind + 3} facts about the number {kind}, the river and the stone:",
+            "prompt": f"{more}List {kind + 3} facts about the number {kind}, the river and the stone:",
             "max_tokens": self._tokens,
             "ignore_eos": True,
             **drawn,

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,25 @@ def test_hundreds_of_requests_through_kills_and_freezes_have_their_text(tmp_path
     asyncio.run(main())
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the real model's test: as much of it as two cores do in about a minute, or, by `CHAOS_LONG=1`, the
+    whole in ten."""
+
+    requests: int
+    rate: float
+    tokens: int
+    kinds: int
+    prompt_words: int
+    faults: int
+    every_s: float
+
+
+SHARE = Share(30, 1.5, tokens=24, kinds=6, prompt_words=0, faults=7, every_s=3.0)
+if os.environ.get("CHAOS_LONG"):
+    SHARE = Share(500, 2.0, tokens=8, kinds=24, prompt_words=60, faults=40, every_s=6.0)
+
+
 @pytest.mark.model
 def test_a_real_model_says_the_same_through_kills_and_freezes(tmp_path: Path) -> None:
     async def main() -> None:
@@ -62,18 +82,20 @@ def test_a_real_model_says_the_same_through_kills_and_freezes(tmp_path: Path) ->
         engine = ("--engine.kv-memory-bytes", str(96 << 20), "--engine.dtype", "float32")
         flags = {"router": ROUTER, "prefill": (*WORKER, *engine), "decode": (*WORKER, *engine)}
         async with running(tmp_path, Plan("smollm2", 1, 2, 1, flags)) as (fleet, watcher):
-            oracle = CalmOracle("smollm2-135m-instruct", tokens=24, kinds=6)
+            oracle = CalmOracle("smollm2-135m-instruct", SHARE.tokens, SHARE.kinds, SHARE.prompt_words)
             await oracle.learn(fleet.address("router-0"))
             chaos = Chaos(
                 fleet,
                 watcher,
                 oracle,
-                Load(requests=30, seconds=0, rate=1.5),
-                Trouble(every_s=3.0, freeze_s=4.0, most=7, spared=frozenset({"router-0"})),
+                Load(requests=SHARE.requests, seconds=0, rate=SHARE.rate),
+                Trouble(
+                    every_s=SHARE.every_s, freeze_s=4.0, most=SHARE.faults, spared=frozenset({"router-0"})
+                ),
                 chosen,
             )
             result = await chaos.run()
         show(result)
-        assert result.ended == 30
+        assert result.ended == SHARE.requests
 
     asyncio.run(main())
