@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -63,7 +61,7 @@ class BlockNamer:
         """Names of the next blocks, which `tokens` fill exactly."""
         if len(tokens) % self._size:
             raise ValueError(f"{len(tokens)} tokens do not fill blocks of {self._size}")
-        data, step = _packed(tokens).tobytes(), self._size * 4
+        data, step = _packed(tokens), self._size * 4
         update, copy = self._state.update, self._state.copy
         names: list[BlockHash] = []
         for start in range(0, len(data), step):
@@ -95,19 +93,28 @@ class PromptNames(Sequence[int]):
     all of them.
     """
 
-    __slots__ = ("_all", "_count", "_few", "_keys", "_stops", "_tokens")
-
-    _STRIDE = 32
-    """Blocks between two kept states of the hash: fewer cost more copies, more cost longer ways."""
+    __slots__ = ("_all", "_count", "_data", "_few", "_keys", "_stops", "_tokens", "grain")
 
     def __init__(self, tokens: Sequence[int], keys: HashKeys) -> None:
         self._tokens = tokens
         self._keys = keys
         self._count = len(tokens) // keys.block_size
+        self.grain = max(_GRAIN, 1 << (self._count // _GRAINS).bit_length() >> 1)
+        """Blocks between two kept states of the hash: fewer cost more copies, more cost longer ways."""
+        self._data = b""
+        """Of the first tokens, as far as was needed."""
         self._stops = [hashlib.blake2b(key=keys.root(), digest_size=32)]
-        """State before block 0, before block `_STRIDE`, and so on, as far as was needed."""
+        """State before block 0, before block `grain`, and so on, likewise."""
         self._few: dict[int, int] = {}
         self._all: list[int] | None = None
+
+    def coarse(self) -> Sequence[int]:
+        """The last name of each whole grain: little more to work out than the very last of them."""
+        if self._all is not None:
+            return self._all[self.grain - 1 :: self.grain]
+        grains = self._count // self.grain
+        self._stop(grains)
+        return short_names([stop.digest() for stop in self._stops[1 : grains + 1]])
 
     def __len__(self) -> int:
         return self._count
@@ -134,20 +141,38 @@ class PromptNames(Sequence[int]):
         return name
 
     def _name(self, place: int) -> int:
-        size, tokens, stops = self._keys.block_size, self._tokens, self._stops
-        stop, step = (place + 1) // self._STRIDE, self._STRIDE * size
-        while len(stops) <= stop:
-            state = stops[-1].copy()
-            state.update(_packed(tokens[(len(stops) - 1) * step : len(stops) * step]))
-            stops.append(state)
-        state = stops[stop].copy()
-        state.update(_packed(tokens[stop * step : (place + 1) * size]))
+        stop, more = divmod(place + 1, self.grain)
+        state = self._stop(stop)
+        if more:
+            state = state.copy()
+            state.update(self._bytes(stop * self.grain, place + 1))
         return short(state.digest())
 
+    def _stop(self, number: int) -> hashlib.blake2b:
+        """The state before that grain, not to be changed."""
+        stops, grain = self._stops, self.grain
+        while len(stops) <= number:
+            state = stops[-1].copy()
+            state.update(self._bytes((len(stops) - 1) * grain, len(stops) * grain))
+            stops.append(state)
+        return stops[number]
 
-def _packed(tokens: Sequence[int]) -> array[int]:
-    """32 bits each, little end first."""
-    data = array("I", tokens)
-    if sys.byteorder == "big":
-        data.byteswap()
-    return data
+    def _bytes(self, start: int, stop: int) -> bytes:
+        """Of the tokens of those blocks. They are packed many at a time, which is cheaper."""
+        size, data = self._keys.block_size, self._data
+        end = stop * size
+        if len(data) < 4 * end:
+            known = len(data) // 4
+            data = self._data = data + _packed(self._tokens[known : max(end, 2 * known)])
+        return data[start * size * 4 : end * 4]
+
+
+_GRAIN = 8
+"""Blocks of a grain, at least."""
+_GRAINS = 32
+"""Grains of a long prompt, at least; not twice as many."""
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """32 bits each, little end first. An array of them takes half as long again to be made."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)

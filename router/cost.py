@@ -174,25 +174,39 @@ def _able(workers: Sequence[Standing], ask: Ask) -> list[Standing]:
     tokens, avoid = ask.tokens, ask.avoid
     if ask.only:
         workers = [w for w in workers if w.card.id in ask.only] or workers
+    if not avoid:
+        return [w for w in workers if w.card.max_tokens > tokens]
     return [w for w in workers if w.card.max_tokens > tokens and w.card.incarnation not in avoid]
+
+
+def _weigh(worker: Standing, settings: CostSettings) -> tuple[CostSettings, float, float, float, float]:
+    """What does not depend on the request, kept until the worker's figures change: seconds until the first
+    tokens of one more have come there, and of them what it adds; seconds for the prompts queued; and for
+    each token of a prompt beside its streams."""
+    step, speed = worker.decode_step_s, worker.prefill_tokens_s
+    crowd, queue_s = worker.sequences + 1 - worker.decode_batch, worker.queued_tokens / speed
+    crowding, first = settings.crowding, settings.horizon_tokens * step
+    seconds = first * (1 + crowding * crowd if crowd > 0 else 1) + worker.waiting * step + queue_s
+    each = (1 + settings.disturbance * worker.sequences) / speed
+    worker.weighed = weighed = (settings, seconds, first * crowding, queue_s, each)
+    return weighed
 
 
 def _decode_bases(pool: Pool, ask: Ask, settings: CostSettings) -> list[_Base]:
     """Of each decode worker, with the KV there: seconds until the first tokens have come and what this
     request adds to them, its cached blocks, and the prompt's blocks that it lacks."""
-    blocks, matched = -(-ask.tokens // pool.block_size), ask.matched
-    horizon, crowding = settings.horizon_tokens, settings.crowding
+    blocks, cached_at = -(-ask.tokens // pool.block_size), ask.matched.get
     bases = []
     for worker in _able(pool.decode, ask):
-        cached = matched.get(worker.card.id, 0)
+        weighed = worker.weighed
+        if weighed is None or weighed[0] is not settings:
+            weighed = _weigh(worker, settings)
+        _, seconds, work, _, _ = weighed
+        cached = cached_at(worker.card.id, 0)
         lacks = blocks - cached
-        step = worker.decode_step_s
-        crowd = worker.sequences + 1 - worker.decode_batch
-        seconds = horizon * step * (1 + crowding * crowd if crowd > 0 else 1) + worker.waiting * step
-        seconds += worker.queued_tokens / worker.prefill_tokens_s
         if worker.blocks_free <= lacks:
             seconds += settings.memory_s * (1 - worker.blocks_free / (lacks + 1))
-        bases.append((seconds, horizon * step * crowding, worker, cached, lacks))
+        bases.append((seconds, work, worker, cached, lacks))
     return bases
 
 
@@ -213,18 +227,21 @@ def _lender(pool: Pool, ask: Ask, settings: CostSettings) -> _Lender:
     deepest = max(ask.matched.values(), default=0)
     if not deepest or not settings.borrow_advantage:
         return _NOBODY
-    able = [
-        (depth, worker)
-        for worker in (*pool.prefill, *pool.decode)
-        if (depth := ask.matched.get(worker.card.id, 0))
-        and worker.report is not None
-        and worker.card.incarnation not in ask.lost
-    ]
-    deepest = max([depth for depth, _ in able], default=0)
-    most = [worker for depth, worker in able if depth == deepest]
+    everybody, matched, lost = (*pool.prefill, *pool.decode), ask.matched.get, ask.lost
+    most = _who_has(deepest, everybody, ask)
+    if not most:
+        able = [w for w in everybody if w.report is not None and w.card.incarnation not in lost]
+        deepest = max([matched(worker.card.id, 0) for worker in able], default=0)
+        most = _who_has(deepest, able, ask) if deepest else []
     if not most:
         return _NOBODY
     return most[ask.tie % len(most)], min(deepest, (ask.tokens - 1) // pool.block_size)
+
+
+def _who_has(blocks: int, workers: Sequence[Standing], ask: Ask) -> list[Standing]:
+    matched, lost = ask.matched.get, ask.lost
+    have = [worker for worker in workers if matched(worker.card.id) == blocks]
+    return [worker for worker in have if worker.report is not None and worker.card.incarnation not in lost]
 
 
 def _borrowed(
@@ -237,11 +254,11 @@ def _borrowed(
 
 
 def _local(pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base], lender: _Lender) -> list[_Offer]:
-    size, disturbance, needed, held = pool.block_size, settings.disturbance, ask.tokens, lender[1]
+    size, needed, held = pool.block_size, ask.tokens, lender[1]
     offers: list[_Offer] = []
     for seconds, work, worker, cached, _ in bases:
         tokens = needed - cached * size or 1  # The last token is computed even where all is cached.
-        each = (1 + disturbance * worker.sequences) / worker.prefill_tokens_s
+        each = (worker.weighed or _weigh(worker, settings))[4]
         transfer, come = 0.0, 0
         if held > cached:
             more = held - cached
@@ -256,14 +273,17 @@ def _remote(
     pool: Pool, ask: Ask, settings: CostSettings, bases: list[_Base], lender: _Lender
 ) -> list[_Offer]:
     """On prefill workers; whichever it is, the best decode worker follows."""
-    size, per_block, needed, matched = pool.block_size, pool.block_bytes, ask.tokens, ask.matched
+    size, per_block, needed, cached_at = pool.block_size, pool.block_bytes, ask.tokens, ask.matched.get
     held = lender[1]
     after = settings.handoff_s + min(
         [seconds + lacks * per_block / worker.pull_bytes_s for seconds, _, worker, _, lacks in bases]
     )
     offers: list[_Offer] = []
     for worker in _able(pool.prefill, ask):
-        cached = matched.get(worker.card.id, 0)
+        weighed = worker.weighed
+        if weighed is None or weighed[0] is not settings:
+            weighed = _weigh(worker, settings)
+        cached = cached_at(worker.card.id, 0)
         tokens = needed - cached * size or 1
         speed = worker.prefill_tokens_s
         transfer, come = 0.0, 0
@@ -272,7 +292,7 @@ def _remote(
             transfer, come = _borrowed(pool, settings, worker, more, more * size / speed)
             tokens -= come * size
         work = tokens / speed + transfer
-        seconds = after + work + worker.queued_tokens / speed
+        seconds = after + work + weighed[3]
         offers.append((seconds, work, worker, cached, tokens, False, transfer, come))
     return offers
 

@@ -12,10 +12,13 @@ hole, that could overstate: the answer is a hint, and workers look for themselve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import compress, repeat
+from operator import contains, gt, not_
 
+from fleet.block_hash import PromptNames
 from fleet.events import Cleared, KvDigest, KvEvents, KvSnapshot, Tier
 from fleet.ids import Incarnation, WorkerId
 from fleet.kv_log import PART_BLOCKS, KvTable
@@ -36,8 +39,12 @@ class Outcome(StrEnum):
     """Of a worker that is not known here, or of another life of it."""
 
 
-_Has = Callable[[int], bool]
-_Holder = tuple[WorkerId, _Has]
+_LONG = 128
+"""Blocks of a prompt, all of which are rather not worked out."""
+_FEW = 12
+"""Workers of different depths of which each is looked up by itself."""
+_Holders = tuple[list[WorkerId], list[Container[int]]]
+"""Workers, and of each what it holds, in the same order."""
 
 
 @dataclass(slots=True)
@@ -68,7 +75,7 @@ class PrefixIndex:
     def __init__(self, settings: IndexSettings) -> None:
         self._settings = settings
         self._workers: dict[WorkerId, _Worker] = {}
-        self._holders: list[_Holder] | None = None
+        self._holders: _Holders | None = None
         """What proven workers hold on the device; None: to be collected again."""
         self._unproven: dict[WorkerId, _Worker] = {}
         self._hinted = 0
@@ -227,8 +234,8 @@ class PrefixIndex:
         if self._unproven:
             self._turn_hints(now)
             for period in (1, 0):
-                hinted = [(id, worker.hints[period].__contains__) for id, worker in self._unproven.items()]
-                for id, depth in _depths(hinted, names).items():
+                hints: list[Container[int]] = [worker.hints[period] for worker in self._unproven.values()]
+                for id, depth in _depths((list(self._unproven), hints), names).items():
                     depths[id] = max(depths.get(id, 0), depth)
         return depths
 
@@ -276,8 +283,10 @@ class PrefixIndex:
             assert worker.why is None or worker.next_part or not worker.table.blocks
             assert worker.why is not None or not (worker.tail or any(worker.hints) or worker.loaded)
         if self._holders is not None:
-            true = [(id, w.table.held[0].__contains__) for id, w in self._workers.items() if w.why is None]
-            assert self._holders == true, "lookups see other tables than events"
+            true = {id: worker.table.held[0] for id, worker in self._workers.items() if worker.why is None}
+            assert list(true) == self._holders[0], "lookups see other workers than events"
+            seen = zip(true.values(), self._holders[1], strict=True)
+            assert all(table is held for table, held in seen), "lookups see other tables than events"
 
     # -- how
 
@@ -340,19 +349,17 @@ class PrefixIndex:
         if len(worker.tail) > self._settings.max_tail:
             del worker.tail[min(worker.tail)]
 
-    def _collect(self) -> list[_Holder]:
+    def _collect(self) -> _Holders:
         if self._holders is None:
-            self._holders = [
-                (id, worker.table.held[0].__contains__)
-                for id, worker in self._workers.items()
-                if worker.why is None
-            ]
+            self._holders = self._reach(Tier.DEVICE)
         return self._holders
 
-    def _reach(self, lowest: Tier) -> list[_Holder]:
-        tiers = list(Tier)[: list(Tier).index(lowest) + 1]
-        proven = [(id, worker.table) for id, worker in self._workers.items() if worker.why is None]
-        return [(id, _any([table.at(tier) for tier in tiers if table.at(tier)])) for id, table in proven]
+    def _reach(self, lowest: Tier) -> _Holders:
+        reached = list(Tier).index(lowest) + 1
+        proven = {
+            id: worker.table.held[:reached] for id, worker in self._workers.items() if worker.why is None
+        }
+        return list(proven), [held[0] if reached == 1 else _Any(held) for held in proven.values()]
 
     def _turn_hints(self, now: float) -> None:
         age = now - self._hints_since
@@ -368,54 +375,92 @@ class PrefixIndex:
         self._hints_since = now
 
 
-def _any(tables: Sequence[Collection[int]]) -> _Has:
-    if len(tables) == 1:
-        return tables[0].__contains__
-    return lambda name: any(name in table for table in tables)
+class _Any:
+    """Several tables of one worker."""
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, tables: Sequence[Container[int]]) -> None:
+        self._tables = tables
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in table for table in self._tables)
 
 
-def _depths(holders: Sequence[_Holder], names: Sequence[int]) -> dict[WorkerId, int]:
+def _depths(holders: _Holders, names: Sequence[int]) -> dict[WorkerId, int]:
     """Leading blocks of each that has the first one.
 
     Workers often share a depth: some are looked at block by block, the others compared with them. Where
     all of those differ each is halved by itself, in C.
+
+    Names that are still to be worked out cost more than looking them up, so that then, for many workers, only
+    the last of each grain is: depths are whole grains, too small by less than 8 blocks or, of a long prompt,
+    a 32nd of it. The deepest are exact.
     """
     first, count = names[0], len(names)
-    rest = [holder for holder in holders if holder[1](first)]
+    rest = _those(holders, list(map(contains, holders[1], repeat(first))))
     found: dict[WorkerId, int] = {}
-    while rest:
+    while rest[0]:
+        ids, tables = rest
         some = [0]
-        for _, has in rest[:: len(rest) // 3 + 1]:
-            some.append(_depth(has, names, some[-1]))
+        for table in tables[:: len(tables) // 3 + 1]:
+            some.append(_depth(table, names, some[-1]))
         del some[0]
-        if len(set(some)) == len(some) < len(rest):
-            backwards = names[::-1]
-            found |= {id: count - bisect_left(backwards, True, key=has) for id, has in rest}
+        if len(set(some)) == len(some) < len(tables):
+            if not isinstance(names, PromptNames) or count < _LONG:
+                depths = _halved(tables, names[::-1])
+            elif len(tables) > _FEW:
+                depths = _grained(tables, names)
+            else:
+                depths = [_depth(table, names, 0) for table in tables]
+            found.update(zip(ids, depths, strict=True))
             break
         depth = max(some, key=some.count)
-        last = names[depth - 1]
-        if depth == count:
-            same = [id for id, has in rest if has(last)]
-        else:
-            after = names[depth]
-            same = [id for id, has in rest if has(last) and not has(after)]
-        found |= dict.fromkeys(same, depth)
-        rest = [holder for holder in rest if holder[0] not in found] if len(same) < len(rest) else []
+        same = list(map(contains, tables, repeat(names[depth - 1])))
+        if depth < count:
+            same = list(map(gt, same, map(contains, tables, repeat(names[depth]))))
+        found.update(zip(compress(ids, same), repeat(depth)))
+        rest = _those(rest, list(map(not_, same)))
     return found
 
 
-def _depth(has: _Has, names: Sequence[int], guess: int) -> int:
+def _those(holders: _Holders, wanted: list[bool]) -> _Holders:
+    ids, tables = holders
+    return list(compress(ids, wanted)), list(compress(tables, wanted))
+
+
+def _halved(tables: Sequence[Container[int]], backwards: Sequence[int]) -> list[int]:
+    count = len(backwards)
+    return [count - bisect_left(backwards, True, key=table.__contains__) for table in tables]
+
+
+def _grained(tables: Sequence[Container[int]], names: PromptNames) -> list[int]:
+    grain = names.grain
+    grains = _halved(tables, names.coarse()[::-1])
+    most = max(grains)
+    low, high = max(1, most * grain), min((most + 1) * grain, len(names) + 1)
+    return [
+        _between(table, names, low, high) if full == most else max(1, full * grain)
+        for table, full in zip(tables, grains, strict=True)
+    ]
+
+
+def _depth(table: Container[int], names: Sequence[int], guess: int) -> int:
     """Leading blocks of one that has the first: as many as guessed, or doubled until one is missing and
     then halved, so that names far behind are not worked out for nothing."""
     low, high, count = 1, 2, len(names)
-    if guess and has(names[guess - 1]) and (guess == count or not has(names[guess])):
+    if guess and names[guess - 1] in table and (guess == count or names[guess] not in table):
         return guess
-    while high <= count and has(names[high - 1]):
+    while high <= count and names[high - 1] in table:
         low, high = high, 2 * high
-    high = min(high, count + 1)
+    return _between(table, names, low, min(high, count + 1))
+
+
+def _between(table: Container[int], names: Sequence[int], low: int, high: int) -> int:
+    """Leading blocks of one that has `low` of them, and fewer than `high`."""
     while high - low > 1:
         middle = (low + high) // 2
-        if has(names[middle - 1]):
+        if names[middle - 1] in table:
             low = middle
         else:
             high = middle

@@ -15,7 +15,7 @@ from fleet.events import Dispatch, LoadReport, Settled
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.member import MemberState, Role, WorkerCard
-from router.settings import UnknownSettings
+from router.settings import CostSettings, UnknownSettings
 
 
 class LinkState(StrEnum):
@@ -77,6 +77,8 @@ class Standing:
     decode_step_s: float = 1.0
     decode_batch: float = 1.0
     pull_bytes_s: float = 1.0
+    weighed: tuple[CostSettings, float, float, float, float] | None = None
+    """What `router.cost` makes of these figures by themselves; None: they have changed since."""
 
     @property
     def id(self) -> WorkerId:
@@ -411,6 +413,7 @@ class Roster:
 
     def _refresh(self, worker: Standing) -> None:
         """The figures a choice reads: the worker's own, corrected by what was sent and ended since."""
+        worker.weighed = None
         unknown, usual, report = self._unknown, self._usual_of(worker), worker.report
         if report is None:
             others = [sent for sent in worker.others.values() if not sent.missed]

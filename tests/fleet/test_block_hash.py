@@ -83,6 +83,7 @@ def test_names_on_demand_are_the_same_in_any_order(tokens: int, looks: list[int]
         else:
             with pytest.raises(IndexError):
                 names[look]
+    assert names.coarse() == expected[names.grain - 1 :: names.grain]
     if whole:
         assert list(names[::-1]) == expected[::-1]
     assert list(names) == expected

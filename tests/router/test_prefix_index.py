@@ -464,6 +464,25 @@ def test_few_names_of_a_prompt_are_worked_out(depths: list[int], length: int) ->
     assert made.match(PromptNames(prompt, keys), 0.0) == made.match(names, 0.0) == expected
 
 
+@given(st.integers(128, 700), st.integers(13, 60), st.randoms(use_true_random=False))
+def test_of_long_prompts_at_many_workers_the_deepest_are_exact_and_no_depth_is_too_great(
+    length: int, count: int, chance: random.Random
+) -> None:
+    """Where names are worked out as they are needed; depths lack less than a grain."""
+    prompt, keys = tuple(range(length)), HashKeys("m", block_size=1)
+    names = short_names(block_hashes(prompt, keys))
+    depths = {WorkerId(f"w{n}"): chance.randint(1, length) for n in range(count)}
+    made, logs = proven(*depths)
+    for of, depth in zip(logs, depths.values(), strict=True):
+        tell(made, of, BlocksStored(tuple(names[:depth])))
+    assert made.match(names, 0.0) == depths
+    found, most = made.match(PromptNames(prompt, keys), 0.0), max(depths.values())
+    assert found.keys() == depths.keys()
+    for worker, depth in depths.items():
+        assert depth - max(8, length / 32) < found[worker] <= depth
+        assert found[worker] == depth or depth < most
+
+
 def test_pools_of_other_block_sizes_and_other_keys_never_match() -> None:
     """A block is named by all that makes it another one: what another tenant, adapter, model or pool of
     another block size holds is no hit."""
