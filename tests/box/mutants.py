@@ -24,16 +24,16 @@ Edit = tuple[str, str, str]
 MUTANTS: dict[str, tuple[Edit, ...]] = {
     "told one less on failover": (
         (
-            "router/flow.py",
-            "tuple(self.generated), None, best",
-            "tuple(self.generated[: len(self.generated) - bool(self.lost)]), None, best",
+            "router/choosing.py",
+            "tuple(known.generated), None, best",
+            "tuple(known.generated[: len(known.generated) - bool(known.lost)]), None, best",
         ),
     ),
     "told one more on failover": (
         (
-            "router/flow.py",
-            "tuple(self.generated), None, best",
-            "(*self.generated, *self.generated[-1:] * bool(self.lost)), None, best",
+            "router/choosing.py",
+            "tuple(known.generated), None, best",
+            "(*known.generated, *known.generated[-1:] * bool(known.lost)), None, best",
         ),
     ),
     "max_tokens from zero after failover": (
@@ -65,29 +65,26 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     ),
     "close releases no lease": (
         (
-            "router/flow.py",
-            ("        self._forget_early(reason)\n        self._release()\n        if self.timer"),
-            ("        self._forget_early(reason)\n        if self.timer"),
+            "router/legs.py",
+            ("        self.forget_early(reason)\n        self.release()\n        if self._timer"),
+            ("        self.forget_early(reason)\n        if self._timer"),
         ),
     ),
     "given-up KV not released": (
         (
-            "router/flow.py",
+            "router/legs.py",
+            ("        self.release()\n        self._account.moved(HandoffState.RESERVED, now, why)"),
             (
-                "        self._release()\n"
-                "        self.record.move(HandoffState.RESERVED, self.loop.time(), why)"
-            ),
-            (
-                "        self.ticket = self.held = None\n"
-                "        self.record.move(HandoffState.RESERVED, self.loop.time(), why)"
+                "        self._known.ticket = self._held = None\n"
+                "        self._account.moved(HandoffState.RESERVED, now, why)"
             ),
         ),
     ),
     "release at first token not said": (
         (
-            "router/flow.py",
-            "            self._release()  # The decode worker goes on: the KV is there.",
-            "            self.ticket = self.held = None",
+            "router/legs.py",
+            "            self.release()  # The decode worker goes on: the KV is there.",
+            "            self._known.ticket = self._held = None",
         ),
     ),
     "cancel not sent": (
@@ -151,14 +148,14 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         (
             "router/flow.py",
             (
-                "        self._drop_leg(CancelReason.MOVED)\n"
-                "        self._forget_early(CancelReason.MOVED)\n"
-                "        self.forecast = None"
+                "        self.legs.drop(CancelReason.MOVED)\n"
+                "        self.legs.forget_early(CancelReason.MOVED)\n"
+                "        account.forecast = None"
             ),
             (
-                "        self._drop_leg(CancelReason.MOVED)\n"
-                "        self.early = None\n"
-                "        self.forecast = None"
+                "        self.legs.drop(CancelReason.MOVED)\n"
+                "        self.legs._early = None\n"
+                "        account.forecast = None"
             ),
         ),
     ),
@@ -183,22 +180,26 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         (
             "router/flow.py",
             (
-                "        self.flow.forget(self.request.id)\n"
+                "        self.flow.turns.forget(self.request.id)\n"
                 "        self.flow.admission.leave(self.request.id)\n"
-                "        self.timeline"
+                "        self.account"
             ),
-            ("        self.flow.forget(self.request.id)\n        self.timeline"),
+            ("        self.flow.turns.forget(self.request.id)\n        self.account"),
         ),
     ),
     "roster not settled": (
         (
-            "router/flow.py",
-            "            self.flow.roster.settle(self.leg.choice.worker, self.request.id)\n",
+            "router/legs.py",
+            "        self._flow.roster.settle(leg.choice.worker, self._known.request.id)\n",
             "",
         ),
     ),
     "early leg not settled": (
-        ("router/flow.py", "            self.flow.roster.settle(early.choice.worker, self.request.id)\n", ""),
+        (
+            "router/legs.py",
+            "            self._let_go(early, reason)\n",
+            "            early.link.drop(early.stream, reason)\n",
+        ),
     ),
     "end twice": (
         (
@@ -207,16 +208,16 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
                 "        if self.over or not self.begun:\n"
                 "            return\n"
                 "        self.over = True\n"
-                "        now"
+                "        overdue"
             ),
-            ("        if not self.begun:\n            return\n        self.over = True\n        now"),
+            ("        if not self.begun:\n            return\n        self.over = True\n        overdue"),
         ),
     ),
     "deadline timer not armed": (
         (
-            "router/flow.py",
-            ("        due = self.due\n        if self.leg is not None and"),
-            ("        due = self.loop.time() + 1e6\n        if self.leg is not None and"),
+            "router/legs.py",
+            ("        due = self._known.due\n        if self.now is not None and"),
+            ("        due = self._loop.time() + 1e6\n        if self.now is not None and"),
         ),
     ),
     "role change forgets leases of the other role": (
@@ -273,8 +274,8 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "usage counts the last leg only": (
         (
             "router/flow.py",
-            "len(self.generated), self.cached_tokens)",
-            "len(self.generated) - bool(self.lost), self.cached_tokens)",
+            "prompt, generated, self",
+            "prompt, generated - bool(self.known.lost), self",
         ),
     ),
     "loss before unread tokens": (

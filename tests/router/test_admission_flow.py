@@ -59,7 +59,7 @@ async def settle(fleet: Fleet) -> None:
     await fleet.settle()
     fleet.check_idle()
     assert fleet.router.flow.admission.queued == 0
-    assert not fleet.router.flow._queued
+    assert not fleet.router.flow.turns
 
 
 def told(fleet: Fleet, id: str) -> dict[str, Any]:
