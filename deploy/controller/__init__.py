@@ -1,0 +1,1 @@
+"""The Kubernetes controller: makes a cluster be what an InferenceFleet says. See docs/kubernetes.md."""

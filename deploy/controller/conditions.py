@@ -1,0 +1,122 @@
+"""What the conditions of a fleet say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deploy.controller.pods import trouble
+from deploy.controller.render import GROUPS, MONITORS, ROLES
+from deploy.controller.resource import Condition, FleetSpec, FleetStatus, PoolCount
+from deploy.controller.rollout import Step
+from deploy.controller.scene import Scene, stamp
+from deploy.controller.words import Observed
+from fleet.cluster import Object
+
+
+class Conditions:
+    """Keeps the time of a change where there is none."""
+
+    def __init__(self, fleet: Object, before: FleetStatus, now: float) -> None:
+        self._before = {one.type: one for one in before.conditions}
+        self._generation = int(fleet["metadata"].get("generation", 0))
+        self._now = stamp(now)
+        self._found: dict[str, Condition] = {}
+
+    def add(self, type: str, holds: bool, reason: str, message: str) -> None:
+        last, status = self._before.get(type), "True" if holds else "False"
+        changed = last is None or last.status != status
+        self._found[type] = Condition(
+            type=type,
+            status="True" if holds else "False",
+            reason=reason,
+            message=message[:2000],
+            last_transition_time=self._now if last is None or changed else last.last_transition_time,
+            observed_generation=self._generation,
+        )
+
+    @property
+    def found(self) -> list[Condition]:
+        return list(self._found.values())
+
+
+def judge(
+    conditions: Conditions,
+    observed: Observed,
+    scene: Scene,
+    spec: FleetSpec,
+    counts: Mapping[str, PoolCount],
+    routers: int,
+    step: Step,
+    failed: str,
+    failed_reason: str,
+    why_late: str,
+    target: str,
+    now: float,
+) -> None:
+    """The conditions."""
+    decode = counts["decode"]
+    if decode.wanted == 0:
+        conditions.add("Available", False, "ScaledToZero", "no decode worker is wanted: nobody can answer")
+    elif routers == 0:
+        conditions.add("Available", False, "NoRouter", "no router is ready")
+    elif decode.ready == 0:
+        conditions.add("Available", False, "NoDecodeWorker", "no decode worker is ready")
+    else:
+        said = (
+            "" if counts["prefill"].ready else "; without a prefill worker prompts are read by decode workers"
+        )
+        conditions.add(
+            "Available", True, "Serving",
+            f"ready: {routers} routers, {counts['prefill'].ready} prefill and {decode.ready} decode{said}",
+        )  # fmt: skip
+    numbers = ", ".join(
+        f"{role} {one.updated_ready}/{one.wanted} of revision {target}" for role, one in counts.items()
+    )
+    short = routers < spec.router.replicas
+    if step.complete and not short:
+        conditions.add("Progressing", False, "Settled", numbers)
+    elif step.complete:
+        conditions.add(
+            "Progressing", True, "RoutersStart", f"{routers}/{spec.router.replicas} routers are ready"
+        )
+    elif why_late:
+        conditions.add("Progressing", True, "ProgressDeadlineExceeded", f"{why_late}; {numbers}")
+    else:
+        reason = "Paused" if spec.rollout.paused else "RollingOut" if any(step.old.values()) else "Scaling"
+        conditions.add("Progressing", True, reason, f"{step.why}; {numbers}")
+    troubles = [
+        (pod["metadata"]["name"], found)
+        for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"]))
+        if (found := trouble(pod, now)) is not None
+    ]
+    missing = [kind for kind in sorted(observed.absent) if _needs(spec, kind)]
+    if troubles:
+        kinds = sorted({one.kind for _, one in troubles})
+        said = "; ".join(f"{pod}: {one.kind}: {one.message}" for pod, one in troubles[:5])
+        more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""
+        reason = kinds[0] if len(kinds) == 1 else "SeveralTroubles"
+        conditions.add("Degraded", True, reason, said + more)
+    elif observed.refused:
+        conditions.add("Degraded", True, "Refused", "; ".join(observed.refused))
+    elif missing:
+        conditions.add(
+            "Degraded", True, "KindMissing",
+            f"this cluster does not know {', '.join(missing)}: install it, or change spec",
+        )  # fmt: skip
+    else:
+        conditions.add("Degraded", False, "AsExpected", "")
+    if failed:
+        conditions.add(
+            "RolledBack",
+            True,
+            "RevisionFailed",
+            f"revision {failed} of spec has failed: {failed_reason}; {target} serves",
+        )
+    else:
+        conditions.add("RolledBack", False, "AsExpected", "")
+
+
+def _needs(spec: FleetSpec, kind: str) -> bool:
+    if kind == MONITORS.kind:
+        return spec.monitoring.pod_monitor
+    return kind != GROUPS.kind or any(spec.pool(role).nodes > 1 for role in ROLES)

@@ -1,0 +1,281 @@
+"""The loop: mirrors tell whose fleet changed, a queue says whose turn it is, and a plan is carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+import msgspec
+
+from deploy.controller.looks import Looks
+from deploy.controller.mirror import Mirror
+from deploy.controller.plan import plan, wants_judged, wants_loads
+from deploy.controller.pods import workers
+from deploy.controller.render import (
+    CONTROLLER,
+    DELETION_COST,
+    FLEET_LABEL,
+    METRICS_PORT,
+    OWNED,
+    PODS,
+    ROLE_LABEL,
+)
+from deploy.controller.words import (
+    Action,
+    Apply,
+    Carry,
+    Mark,
+    Observed,
+    Plan,
+    Remove,
+    Resize,
+    Say,
+    TellFleet,
+    TellPool,
+)
+from deploy.controller.work_queue import WorkQueue
+from fleet.cluster import APPLY, FLEETS, MERGE, POOLS, Api, ClusterError, Object, Resource
+from fleet.errors import FleetError, Unavailable
+
+log = logging.getLogger(__name__)
+
+EVENTS = Resource("v1", "Event", "events")
+FORCE = {"fieldManager": CONTROLLER, "force": "true"}
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """What it looks after."""
+
+    namespace: str = ""
+    """The one namespace whose fleets it looks after; empty: all."""
+    workers: int = 4
+    """Fleets that are looked after at the same time."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers}; at least 1 is needed")
+
+
+class Controller:
+    """`run` does not end. `clock`: seconds since 1970, as in the stamps of Kubernetes."""
+
+    def __init__(
+        self, api: Api, looks: Looks, settings: ControllerSettings, clock: Callable[[], float]
+    ) -> None:
+        self._api, self._looks, self._settings, self._clock = api, looks, settings, clock
+        self.queue = WorkQueue()
+        self._refused: dict[str, tuple[str, ...]] = {}
+        namespace = settings.namespace
+        self._fleets = Mirror(api, FLEETS, namespace, self._fleet_changed, labelled=False)
+        self._pods = Mirror(api, PODS, namespace, self._owned_changed, labelled=True)
+        self._owned = {
+            one.kind: Mirror(api, one, namespace, self._owned_changed, labelled=True) for one in OWNED
+        }
+
+    def _fleet_changed(self, fleet: Object) -> None:
+        self.queue.add(f"{fleet['metadata']['namespace']}/{fleet['metadata']['name']}")
+
+    def _owned_changed(self, one: Object) -> None:
+        fleet = one["metadata"].get("labels", {}).get(FLEET_LABEL)
+        if fleet:
+            self.queue.add(f"{one['metadata']['namespace']}/{fleet}")
+
+    async def run(self) -> None:
+        mirrors = [self._fleets, self._pods, *self._owned.values()]
+        async with asyncio.TaskGroup() as tasks:
+            for mirror in mirrors:
+                tasks.create_task(mirror.run(), name=f"mirror of {mirror.resource.kind}")
+            for mirror in mirrors:
+                await mirror.synced.wait()
+            log.info("%d fleets", sum(1 for _ in self._fleets.all()))
+            for number in range(self._settings.workers):
+                tasks.create_task(self._work(), name=f"worker {number}")
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.next()
+            failed, again_s = True, 0.0
+            try:
+                again_s = await self.reconcile(key)
+                failed = False
+            except ClusterError as error:
+                if not error.conflict:
+                    log.warning("%s: %s", key, error.message)
+            except FleetError as error:
+                log.warning("%s: %s", key, error.message)
+            except Exception:
+                # The root of one fleet's turn: a defect that one fleet meets must not stop the others.
+                log.exception("%s: cannot be looked after", key)
+            finally:
+                self.queue.done(key, failed, again_s)
+
+    async def reconcile(self, key: str) -> float:
+        """One look and what follows from it; when to look again. FleetError: a write failed."""
+        namespace, _, name = key.partition("/")
+        fleet = self._fleets.get(namespace, name)
+        if fleet is None:
+            self.queue.forget(key)
+            self._refused.pop(key, None)
+            return 0.0
+        observed = await self._observe(key, namespace, name, fleet)
+        made = plan(observed, self._clock())
+        refused = await self._carry_out(namespace, fleet, made)
+        before = self._refused.get(key, ())
+        if refused:
+            self._refused[key] = refused
+            if refused != before:
+                self.queue.add(key)  # So that it stands in the conditions.
+                return 0.0
+            raise Unavailable(f"refused: {'; '.join(refused)}")
+        if self._refused.pop(key, None):
+            self.queue.add(key)
+        return made.again_s
+
+    async def _observe(self, key: str, namespace: str, name: str, fleet: Object) -> Observed:
+        seen = Observed(
+            fleet=fleet,
+            owned=tuple(one for mirror in self._owned.values() for one in mirror.of(namespace, name)),
+            pods=tuple(self._pods.of(namespace, name)),
+            absent=frozenset(kind for kind, mirror in self._owned.items() if mirror.absent),
+            refused=self._refused.get(key, ()),
+        )
+        now = self._clock()
+        if wants_loads(seen, now):
+            pages = {
+                one.pod: f"{_host(one.address)}:{METRICS_PORT}"
+                for one in workers(seen.pods, now)
+                if one.ready and one.address
+            }
+            seen = replace(seen, loads=await self._looks.loads(pages))
+        if wants_judged(seen):
+            seen = replace(seen, judged=await self._looks.judged(_router_pages(seen)))
+        return seen
+
+    async def _carry_out(self, namespace: str, fleet: Object, made: Plan) -> tuple[str, ...]:
+        """Each action for itself: what the API server refuses holds nothing else up."""
+        name, refused = fleet["metadata"]["name"], []
+        for action in made.actions:
+            try:
+                await self._act(namespace, fleet, action)
+            except ClusterError as error:
+                if not error.refused and not (error.missing and isinstance(action, Apply | Mark)):
+                    raise
+                if isinstance(action, Mark) and error.missing:
+                    continue  # The pod has gone meanwhile.
+                refused.append(f"{_what(action)}: {error.message}")
+                log.warning("%s/%s: %s", namespace, name, refused[-1])
+        return tuple(refused)
+
+    async def _act(self, namespace: str, fleet: Object, action: Action) -> None:
+        name = fleet["metadata"]["name"]
+        if not isinstance(action, Say | TellFleet | TellPool):
+            log.info("%s/%s: %s: %s", namespace, name, _what(action), action.why)
+        match action:
+            case Apply(wanted):
+                mirror = self._owned[wanted["kind"]]
+                path = mirror.resource.path(namespace, wanted["metadata"]["name"])
+                mirror.wrote(await self._api.ask("PATCH", path, FORCE, wanted, APPLY))
+            case Resize(resource, set_name, count):
+                resized: Object = {"spec": {"replicas": count}}
+                path = resource.path(namespace, set_name)
+                self._owned[resource.kind].wrote(await self._api.ask("PATCH", path, None, resized, MERGE))
+            case Remove(resource, gone):
+                query = {"propagationPolicy": "Background"}
+                try:
+                    await self._api.ask("DELETE", resource.path(namespace, gone), query)
+                except ClusterError as error:
+                    if not error.missing:
+                        raise
+            case Mark(pod, cost):
+                value = None if cost is None else str(cost)
+                body: Object = {"metadata": {"annotations": {DELETION_COST: value}}}
+                self._pods.wrote(await self._api.ask("PATCH", PODS.path(namespace, pod), None, body, MERGE))
+            case Carry(counts, version):
+                body = {
+                    "metadata": {"resourceVersion": version},
+                    "spec": {role: {"replicas": count} for role, count in counts.items()},
+                }
+                self._fleets.wrote(
+                    await self._api.ask("PATCH", FLEETS.path(namespace, name), None, body, MERGE)
+                )
+            case TellPool(pool, status):
+                body = {"status": msgspec.to_builtins(status)}
+                path = POOLS.path(namespace, pool, "status")
+                self._owned[POOLS.kind].wrote(await self._api.ask("PATCH", path, None, body, MERGE))
+            case TellFleet(fleet_status):
+                body = {"status": msgspec.to_builtins(fleet_status)}
+                path = FLEETS.path(namespace, name, "status")
+                self._fleets.wrote(await self._api.ask("PATCH", path, None, body, MERGE))
+            case Say():
+                await self._say(namespace, fleet, action)
+
+    async def _say(self, namespace: str, fleet: Object, said: Say) -> None:
+        log.info("%s/%s: %s: %s", namespace, fleet["metadata"]["name"], said.reason, said.message)
+        stamp = datetime.fromtimestamp(self._clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        meta = fleet["metadata"]
+        digest = hashlib.sha256(f"{meta['uid']} {said.reason} {said.message}".encode()).hexdigest()[:16]
+        event: Object = {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": f"{meta['name']}.{digest}", "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": FLEETS.api_version,
+                "kind": FLEETS.kind,
+                "name": meta["name"],
+                "namespace": namespace,
+                "uid": meta["uid"],
+            },
+            "reason": said.reason,
+            "message": said.message[:1000],
+            "type": said.kind,
+            "source": {"component": CONTROLLER},
+            "lastTimestamp": stamp,
+        }
+        path = EVENTS.path(namespace, event["metadata"]["name"])
+        await self._api.ask("PATCH", path, FORCE, event, APPLY)
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _router_pages(seen: Observed) -> list[str]:
+    pages = []
+    for pod in seen.pods:
+        meta = pod["metadata"]
+        if meta.get("labels", {}).get(ROLE_LABEL) != "router" or "deletionTimestamp" in meta:
+            continue
+        address = pod.get("status", {}).get("podIP")
+        container = pod["spec"]["containers"][0]
+        port = next(
+            (one["containerPort"] for one in container.get("ports", []) if one["name"] == "http"), None
+        )
+        if address and port:
+            scheme = container.get("readinessProbe", {}).get("httpGet", {}).get("scheme", "HTTP").lower()
+            pages.append(f"{scheme}://{_host(address)}:{port}/metrics")
+    return pages
+
+
+def _what(action: Action) -> str:
+    match action:
+        case Apply(wanted):
+            return f"apply {wanted['kind']} {wanted['metadata']['name']}"
+        case Resize(resource, name):
+            return f"resize {resource.kind} {name}"
+        case Remove(resource, gone):
+            return f"remove {resource.kind} {gone}"
+        case Mark(pod, cost):
+            return f"{'unmark' if cost is None else 'mark'} {pod}"
+        case Carry():
+            return "set counts"
+        case TellPool(pool):
+            return f"status of FleetPool {pool}"
+        case TellFleet():
+            return "status"
+        case Say(reason):
+            return f"event {reason}"

@@ -1,0 +1,62 @@
+"""Whether an object of the cluster is as it was applied, and where it is not. Pure."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+_UNITS = {
+    "": Decimal(1),
+    "m": Decimal("0.001"),
+    "k": Decimal(10**3),
+    "M": Decimal(10**6),
+    "G": Decimal(10**9),
+    "T": Decimal(10**12),
+    "P": Decimal(10**15),
+    "Ki": Decimal(2**10),
+    "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40),
+    "Pi": Decimal(2**50),
+}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGTP]i?|Ki|m|)")
+
+
+def quantity(text: str) -> Decimal | None:
+    """`1000m` and `1` are the same; None: no quantity."""
+    match = _QUANTITY.fullmatch(text)
+    return Decimal(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else None
+
+
+def differs(wanted: Any, live: Any, path: str = "") -> str | None:
+    """The first field of `wanted` that `live` has not, as `path: live ≠ wanted`; what only `live` has, such
+    as defaults, does not matter. None: as it was applied."""
+    if isinstance(wanted, dict):
+        if not isinstance(live, dict):
+            return None if not wanted and live is None else f"{path}: {_short(live)} ≠ {_short(wanted)}"
+        for key, value in wanted.items():
+            found = differs(value, live.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return None
+    if isinstance(wanted, list):
+        if not isinstance(live, list) or len(live) != len(wanted):
+            return None if not wanted and live is None else f"{path}: {_short(live)} ≠ {_short(wanted)}"
+        for at, (one, other) in enumerate(zip(wanted, live, strict=True)):
+            if found := differs(one, other, f"{path}[{at}]"):
+                return found
+        return None
+    if wanted == live and isinstance(wanted, bool) == isinstance(live, bool):
+        return None
+    if live is None and wanted in ("", False, 0):
+        return None
+    ours, theirs = quantity(str(wanted)), quantity(str(live))
+    if ours is not None and ours == theirs and not isinstance(wanted, bool):
+        return None
+    return f"{path}: {_short(live)} ≠ {_short(wanted)}"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

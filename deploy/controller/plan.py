@@ -1,0 +1,342 @@
+"""From what is seen of one fleet to what is to be done, and why. Pure, level-triggered, idempotent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from deploy.controller.agree import agree, pool_status
+from deploy.controller.conditions import Conditions, judge
+from deploy.controller.crd import read_spec, read_status
+from deploy.controller.drift import differs
+from deploy.controller.pods import MARKED, victims
+from deploy.controller.progress import progress
+from deploy.controller.render import (
+    DEPLOYMENTS,
+    GROUPS,
+    OWNED,
+    RENDERING,
+    REVISIONS,
+    ROLES,
+    Renderer,
+    revision,
+    selector,
+    shaped,
+)
+from deploy.controller.resource import (
+    FleetPoolStatus,
+    FleetSpec,
+    FleetStatus,
+    PoolCount,
+    RolloutStatus,
+)
+from deploy.controller.rollout import Side, Step, next_step, shrink
+from deploy.controller.scene import Scene, count, ready_routers, stamp
+from deploy.controller.words import (
+    Action,
+    Apply,
+    Mark,
+    Observed,
+    Plan,
+    Remove,
+    Resize,
+    Say,
+    TellFleet,
+    TellPool,
+)
+from fleet.cluster import Object
+
+APPLIED = "pdfleet.dev/applied"
+"""Annotation: a digest of what was applied, so that what is taken out of an object is noticed too."""
+QUIET_S = 60.0
+BUSY_S = 5.0
+"""When to look again where nothing, or something, is awaited: deadlines make no events of their own."""
+KEPT = 5
+"""Revisions that are remembered."""
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    actions: list[Action] = field(default_factory=list)
+
+    def apply(self, wanted: Object, scene: Scene, absent: frozenset[str], why: str = "") -> None:
+        """If the cluster has it not, or otherwise."""
+        kind, name = wanted["kind"], wanted["metadata"]["name"]
+        if kind in absent:
+            return
+        digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
+        wanted = {
+            **wanted,
+            "metadata": {
+                **wanted["metadata"],
+                "annotations": {**wanted["metadata"].get("annotations", {}), APPLIED: digest},
+            },
+        }
+        live = scene.by_name.get((kind, name))
+        if live is None:
+            self.actions.append(Apply(wanted, why or f"there is no {kind} {name}"))
+            return
+        found = differs(wanted, live)
+        if found is None:
+            return
+        drift = live["metadata"].get("annotations", {}).get(APPLIED) == digest
+        if drift:
+            # Of several changes the annotation's is the least telling one.
+            self.actions.append(Apply(wanted, f"somebody changed it: {found}", drift=True))
+            self.actions.append(Say("DriftCorrected", f"{kind} {name} was changed: {found}", "Warning"))
+        else:
+            self.actions.append(Apply(wanted, why or found))
+
+
+def plan(observed: Observed, now: float) -> Plan:
+    """`now`: seconds since 1970, as in the stamps of Kubernetes."""
+    fleet = observed.fleet
+    if "deletionTimestamp" in fleet["metadata"]:
+        return Plan((), QUIET_S)  # Owner references see to the rest.
+    before = read_status(fleet)
+    try:
+        spec = read_spec(fleet)
+    except ValueError as error:
+        return _unreadable(fleet, before, str(error), now)
+    scene, draft = Scene.of(observed, now), _Draft()
+    renderer = Renderer(fleet, spec)
+    pools = {
+        role: found
+        for role in ROLES
+        if (found := scene.by_name.get(("FleetPool", f"{renderer.name}-{role}")))
+    }
+    agreement = agree(fleet, spec, pools, renderer)
+    draft.actions += agreement.actions
+    for wanted in renderer.around():
+        draft.apply(wanted, scene, observed.absent)
+    _remove_unwanted(draft, scene, spec, renderer)
+
+    asked = revision(spec)
+    failed = before.failed_revision if before.failed_revision == asked else ""
+    target = before.revision if failed and before.revision in scene.records else asked
+    if asked not in scene.records:
+        number = 1 + max((int(one.get("revision", 0)) for one in scene.records.values()), default=0)
+        draft.apply(renderer.record(asked, number), scene, observed.absent, "a new revision of spec")
+    specs = {name: shaped(one["data"]["spec"], spec) for name, one in scene.records.items()}
+    specs[asked] = spec
+
+    step = _step(scene, specs, target, agreement.wanted, spec)
+    rollout, why_failed = progress(before, scene, observed.judged, target, agreement.wanted, step, spec, now)
+    if why_failed and target == asked and before.revision in scene.records and before.revision != asked:
+        failed, target = asked, before.revision
+        draft.actions.append(Say("RolledBack", f"revision {asked} has failed: {why_failed}", "Warning"))
+        step = _step(scene, specs, target, agreement.wanted, spec)
+        rollout = RolloutStatus(started=stamp(now), progressed=stamp(now))
+    failed_reason = (why_failed or before.failed_reason) if failed else ""
+
+    draft.apply(
+        Renderer(fleet, specs[target]).routers(), scene, observed.absent, f"routers of revision {target}"
+    )
+    for role in ROLES:
+        _workers(draft, observed, scene, specs, before.revision, target, role, step)
+    settled = target if step.complete else before.revision
+    if step.complete:
+        _forget(draft, scene, {settled, asked})
+    if step.complete and before.revision != target:
+        draft.actions.append(Say("Settled", f"all workers are of revision {target}"))
+    counts = {role: count(scene, role, target, agreement.wanted[role]) for role in ROLES}
+    routers = ready_routers(observed, renderer.name)
+    conditions = Conditions(fleet, before, now)
+    judge(
+        conditions,
+        observed,
+        scene,
+        spec,
+        counts,
+        routers,
+        step,
+        failed,
+        failed_reason,
+        why_failed,
+        target,
+        now,
+    )
+    status = FleetStatus(
+        observed_generation=int(fleet["metadata"].get("generation", 0)),
+        revision=settled,
+        update_revision=asked,
+        failed_revision=failed,
+        failed_reason=failed_reason,
+        prefill=counts["prefill"],
+        decode=counts["decode"],
+        routers_ready=routers,
+        rollout=rollout,
+        conditions=conditions.found,
+    )
+    for role in ROLES:
+        _tell_pool(draft, pools.get(role), renderer, role, counts[role], agreement.agreed[role])
+    if status != before or "status" not in fleet:
+        draft.actions.append(TellFleet(status, step.why))
+    busy = not step.complete or any(one.trouble for one in scene.workers) or len(draft.actions) > 0
+    return Plan(tuple(draft.actions), BUSY_S if busy else QUIET_S)
+
+
+def _step(
+    scene: Scene, specs: Mapping[str, FleetSpec], target: str, wanted: Mapping[str, int], spec: FleetSpec
+) -> Step:
+    sides = {}
+    for role in ROLES:
+        old = [name for pool, name in scene.sets if pool == role and name != target]
+        there = [one for one in scene.workers if one.role == role and one.revision != target and not one.gone]
+        sides[role] = Side(
+            wanted=wanted[role],
+            new=scene.count(role, target),
+            new_there=scene.there(role, target),
+            new_ready=scene.ready(role, target),
+            old=sum(scene.count(role, name) for name in old),
+            old_there=len(there),
+            old_stuck=sum(one.trouble is not None for one in there if not one.leaving),
+        )
+    rollout = spec.rollout
+    return next_step(sides, rollout.max_surge_percent, rollout.max_unavailable_percent, rollout.paused)
+
+
+def _workers(
+    draft: _Draft,
+    observed: Observed,
+    scene: Scene,
+    specs: Mapping[str, FleetSpec],
+    proven: str,
+    target: str,
+    role: str,
+    step: Step,
+) -> None:
+    """Of one role: each revision's set has as many as it should, and those that are to go are marked."""
+    there = {name: scene.count(role, name) for pool, name in scene.sets if pool == role and name != target}
+    goals = shrink(there, step.old[role], proven) if there else {}
+    goals[target] = step.new[role]
+    for name, goal in sorted(goals.items()):
+        have, live = scene.count(role, name), scene.sets.get((role, name))
+        if name != target and goal == 0 and live is not None:
+            left = [one for one in scene.of_set(role, name) if not one.gone]
+            if have == 0 and not left:
+                resource = next(one for one in OWNED if one.kind == live["kind"])
+                draft.actions.append(
+                    Remove(resource, live["metadata"]["name"], f"no worker of revision {name} is left")
+                )
+                continue
+        marked = _mark(draft, observed, scene, role, name, have - goal)
+        count = goal if marked or goal >= have else have
+        why = f"{role} of revision {name}: {have} → {count}; {step.why}"
+        record = scene.records.get(name)
+        if name in specs and (record is None or record["data"].get("rendering") == RENDERING):
+            draft.apply(
+                Renderer(observed.fleet, specs[name]).workers(role, name, count), scene, observed.absent, why
+            )
+        elif live is not None and have != count:
+            # Made by another version of this controller, whose pods it would change by applying its own.
+            resource = next(one for one in OWNED if one.kind == live["kind"])
+            draft.actions.append(Resize(resource, live["metadata"]["name"], count, why))
+
+
+def _mark(draft: _Draft, observed: Observed, scene: Scene, role: str, name: str, over: int) -> bool:
+    """True: those that are to go bear the mark, or none can."""
+    live = scene.sets.get((role, name))
+    if live is None or live["kind"] == GROUPS.kind:
+        return True
+    stay = [one for one in scene.of_set(role, name) if not one.leaving]
+    marked = [one for one in stay if one.marked]
+    # The set may not have made all pods yet: those go first that do not exist.
+    due = max(0, min(over, len(stay)) - max(0, scene.count(role, name) - len(stay)))
+    if over <= 0:
+        due = 0
+    if len(marked) == due or (over > 0 and due >= len(stay)):
+        return True
+    chosen = dict(victims(stay, observed.loads, due))
+    for one in stay:
+        if one.pod in chosen and not one.marked:
+            draft.actions.append(Mark(one.pod, MARKED, f"it goes first: {chosen[one.pod]}"))
+        elif one.marked and one.pod not in chosen:
+            draft.actions.append(Mark(one.pod, None, "it stays after all"))
+    return over <= 0
+
+
+def wants_loads(observed: Observed, now: float) -> bool:
+    """Whether the next plan may have to choose who goes: then loads are worth asking for."""
+    try:
+        spec = read_spec(observed.fleet)
+    except ValueError:
+        return False
+    scene, asked = Scene.of(observed, now), revision(spec)
+    return any(
+        name != asked or scene.count(role, name) > spec.pool(role).replicas for role, name in scene.sets
+    ) or any(
+        one["kind"] == "FleetPool"
+        and one.get("spec", {}).get("replicas", 0) < spec.pool(one["spec"]["pool"]).replicas
+        for one in observed.owned
+    )
+
+
+def wants_judged(observed: Observed) -> bool:
+    """Whether attainment may end a rollout."""
+    try:
+        spec = read_spec(observed.fleet)
+    except ValueError:
+        return False
+    return (
+        bool(spec.rollout.min_attainment_percent) and revision(spec) != read_status(observed.fleet).revision
+    )
+
+
+def _tell_pool(
+    draft: _Draft, pool: Object | None, renderer: Renderer, role: str, count: PoolCount, agreed: int
+) -> None:
+    if pool is None:
+        return
+    status = FleetPoolStatus(
+        replicas=count.replicas,
+        ready_replicas=count.ready,
+        selector=",".join(f"{key}={value}" for key, value in selector(renderer.name, role).items()),
+        agreed_replicas=agreed,
+        observed_generation=int(pool["metadata"].get("generation", 0)),
+    )
+    if status != pool_status(pool):
+        name = pool["metadata"]["name"]
+        draft.actions.append(TellPool(name, status, f"{count.ready}/{count.wanted} ready"))
+
+
+def _remove_unwanted(draft: _Draft, scene: Scene, spec: FleetSpec, renderer: Renderer) -> None:
+    """What `spec` wants no more."""
+    kept = {(one["kind"], one["metadata"]["name"]) for one in renderer.around()}
+    changing = {DEPLOYMENTS.kind, GROUPS.kind, REVISIONS.kind, "FleetPool"}
+    for kind, name in sorted(scene.by_name):
+        if kind not in changing and (kind, name) not in kept:
+            resource = next((one for one in OWNED if one.kind == kind), None)
+            if resource is not None:
+                draft.actions.append(Remove(resource, name, "spec wants it no more"))
+
+
+def _forget(draft: _Draft, scene: Scene, kept: Iterable[str]) -> None:
+    """Old records, but for the newest few."""
+    needed = {*kept, *(name for _, name in scene.sets)}
+    spare = sorted(
+        (int(one.get("revision", 0)), name) for name, one in scene.records.items() if name not in needed
+    )
+    for _, name in spare[: max(0, len(spare) - KEPT)]:
+        record = scene.records[name]["metadata"]["name"]
+        draft.actions.append(Remove(REVISIONS, record, f"{KEPT} revisions are remembered"))
+
+
+def _unreadable(fleet: Object, before: FleetStatus, said: str, now: float) -> Plan:
+    """The API server refuses such a spec, unless its CRD is of another version: what runs stays as it is."""
+    conditions = Conditions(fleet, before, now)
+    for one in before.conditions:
+        conditions.add(one.type, one.status == "True", one.reason, one.message)
+    conditions.add("Degraded", True, "InvalidSpec", said)
+    status = msgspec.structs.replace(
+        before,
+        observed_generation=int(fleet["metadata"].get("generation", 0)),
+        conditions=conditions.found,
+    )
+    return Plan((TellFleet(status, said),) if status != before else (), QUIET_S)

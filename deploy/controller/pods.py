@@ -1,0 +1,144 @@
+"""What a pod's status says: ready, on its way out, or stuck and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from deploy.controller.render import DELETION_COST, REVISION_LABEL, ROLE_LABEL
+from fleet.cluster import Object
+
+MARKED = -1000
+"""Deletion cost of those that go first."""
+UNSCHEDULED_S = 60.0
+"""So long a pod may be without a node before anybody is told: nodes may have to be brought first."""
+NOT_READY_S = 300.0
+OVERDUE_S = 60.0
+"""After its grace, beyond which a leaving pod holds nothing up any more: its node may never come back."""
+
+_WAITS = {
+    "CrashLoopBackOff": "CrashLoop",
+    "RunContainerError": "CrashLoop",
+    "ImagePullBackOff": "ImagePull",
+    "ErrImagePull": "ImagePull",
+    "InvalidImageName": "ImagePull",
+    "CreateContainerConfigError": "Config",
+    "CreateContainerError": "Config",
+}
+LEADER = "leaderworkerset.sigs.k8s.io/worker-index"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    kind: str
+    """Unschedulable, CrashLoop, ImagePull, Config, NotReady or StuckTerminating."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A pod of a worker; of a group the leader's."""
+
+    pod: str
+    role: str
+    revision: str
+    ready: bool
+    leaving: bool
+    gone: bool
+    """Leaving for so long that its place is not waited for."""
+    restarts: int
+    address: str
+    marked: bool
+    unscheduled: bool
+    trouble: Trouble | None
+
+
+def seconds(stamp: str) -> float:
+    """Of RFC 3339, since 1970."""
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+
+
+def condition(thing: Object, type: str) -> Object:
+    for one in thing.get("status", {}).get("conditions", []):
+        if one.get("type") == type:
+            return dict(one)
+    return {}
+
+
+def workers(pods: Iterable[Object], now: float) -> list[Worker]:
+    """In the order of their names. Routers, and followers of groups, are left out."""
+    found = []
+    for pod in pods:
+        meta = pod["metadata"]
+        own: Mapping[str, str] = meta.get("labels", {})
+        if REVISION_LABEL in own and own.get(LEADER, "0") == "0":
+            found.append(worker(pod, now))
+    return sorted(found, key=lambda one: one.pod)
+
+
+def worker(pod: Object, now: float) -> Worker:
+    meta, status = pod["metadata"], pod.get("status", {})
+    leaving = "deletionTimestamp" in meta
+    cost = meta.get("annotations", {}).get(DELETION_COST, "0")
+    return Worker(
+        pod=meta["name"],
+        role=meta.get("labels", {}).get(ROLE_LABEL, ""),
+        revision=meta.get("labels", {}).get(REVISION_LABEL, ""),
+        ready=not leaving and condition(pod, "Ready").get("status") == "True",
+        leaving=leaving,
+        gone=status.get("phase") in ("Failed", "Succeeded")
+        or (leaving and now > seconds(meta["deletionTimestamp"]) + OVERDUE_S),
+        restarts=sum(one.get("restartCount", 0) for one in status.get("containerStatuses", [])),
+        address=status.get("podIP", ""),
+        marked=cost == str(MARKED),
+        unscheduled=condition(pod, "PodScheduled").get("status") == "False",
+        trouble=trouble(pod, now),
+    )
+
+
+def trouble(pod: Object, now: float) -> Trouble | None:
+    """Why it will not serve soon; None: nothing known against it."""
+    meta, status = pod["metadata"], pod.get("status", {})
+    if "deletionTimestamp" in meta:
+        overdue = now - seconds(meta["deletionTimestamp"])
+        if overdue > OVERDUE_S:
+            return Trouble(
+                "StuckTerminating", f"still there {overdue:.0f} s after its grace: is its node gone?"
+            )
+        return None
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        if now - _since(scheduled, meta) >= UNSCHEDULED_S:
+            return Trouble("Unschedulable", str(scheduled.get("message", "no node has room")))
+        return None
+    for one in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        waiting = one.get("state", {}).get("waiting", {})
+        if (kind := _WAITS.get(waiting.get("reason", ""))) is not None:
+            ended = one.get("lastState", {}).get("terminated", {})
+            code = f"; it ended with code {ended['exitCode']}" if "exitCode" in ended else ""
+            return Trouble(kind, f"{waiting['reason']}: {waiting.get('message', '')}{code}".strip(": "))
+    ready = condition(pod, "Ready")
+    if ready.get("status") == "False" and now - _since(ready, meta) >= NOT_READY_S:
+        return Trouble("NotReady", f"not ready for more than {NOT_READY_S:g} s")
+    return None
+
+
+def _since(one: Object, meta: Object) -> float:
+    return seconds(one.get("lastTransitionTime") or meta["creationTimestamp"])
+
+
+def victims(candidates: Iterable[Worker], loads: Mapping[str, float], count: int) -> list[tuple[str, str]]:
+    """Pods that are to go first, and why: those that do not serve, then the least loaded. One that does not
+    tell its load is the busiest."""
+    ranked = sorted(candidates, key=lambda one: (one.ready, loads.get(one.pod, float("inf")), one.pod))
+    found = []
+    for one in ranked[: max(0, count)]:
+        if not one.ready:
+            why = "it does not serve"
+        elif one.pod in loads:
+            why = f"{loads[one.pod]:g} requests there, the least"
+        else:
+            why = "none tells its load"
+        found.append((one.pod, why))
+    return found

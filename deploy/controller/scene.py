@@ -1,0 +1,85 @@
+"""What was seen of a fleet, sorted: sets, workers and revisions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from deploy.controller.pods import Worker, condition, workers
+from deploy.controller.render import DEPLOYMENTS, GROUPS, REVISION_LABEL, REVISIONS, ROLE_LABEL, selector
+from deploy.controller.resource import PoolCount
+from deploy.controller.words import Observed
+from fleet.cluster import Object
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What was seen, sorted."""
+
+    by_name: Mapping[tuple[str, str], Object]
+    """(kind, name) → object."""
+    workers: list[Worker]
+    sets: Mapping[tuple[str, str], Object]
+    """(role, revision) → its Deployment or LeaderWorkerSet."""
+    records: Mapping[str, Object]
+    """Revision → its ControllerRevision."""
+
+    @classmethod
+    def of(cls, observed: Observed, now: float) -> Scene:
+        by_name, sets, records = {}, {}, {}
+        for one in observed.owned:
+            meta = one["metadata"]
+            if "deletionTimestamp" in meta:
+                continue
+            by_name[one["kind"], meta["name"]] = one
+            own = meta.get("labels", {})
+            if one["kind"] in (DEPLOYMENTS.kind, GROUPS.kind) and REVISION_LABEL in own:
+                sets[own[ROLE_LABEL], own[REVISION_LABEL]] = one
+            elif one["kind"] == REVISIONS.kind:
+                records[own[REVISION_LABEL]] = one
+        return cls(by_name, workers(observed.pods, now), sets, records)
+
+    def count(self, role: str, revision: str) -> int:
+        found = self.sets.get((role, revision))
+        return int(found["spec"].get("replicas", 1)) if found else 0
+
+    def of_set(self, role: str, revision: str) -> list[Worker]:
+        return [one for one in self.workers if (one.role, one.revision) == (role, revision)]
+
+    def there(self, role: str, revision: str) -> int:
+        return sum(not one.gone for one in self.of_set(role, revision))
+
+    def ready(self, role: str, revision: str) -> int:
+        found = self.sets.get((role, revision))
+        if found is not None and found["kind"] == GROUPS.kind:
+            return int(found.get("status", {}).get("readyReplicas", 0))
+        return sum(one.ready for one in self.of_set(role, revision))
+
+
+def count(scene: Scene, role: str, target: str, wanted: int) -> PoolCount:
+    names = {name for pool, name in scene.sets if pool == role} | {
+        one.revision for one in scene.workers if one.role == role
+    }
+    there = [one for one in scene.workers if one.role == role and not one.gone]
+    return PoolCount(
+        wanted=wanted,
+        replicas=len(there),
+        ready=sum(scene.ready(role, name) for name in names),
+        updated=sum(one.revision == target for one in there),
+        updated_ready=scene.ready(role, target),
+    )
+
+
+def ready_routers(observed: Observed, name: str) -> int:
+    own = selector(name, "router").items()
+    return sum(
+        own <= pod["metadata"].get("labels", {}).items()
+        and "deletionTimestamp" not in pod["metadata"]
+        and condition(pod, "Ready").get("status") == "True"
+        for pod in observed.pods
+    )
+
+
+def stamp(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
