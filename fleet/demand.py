@@ -41,16 +41,14 @@ class Demand(msgspec.Struct, frozen=True):
     """Of those that arrived."""
     prompt_squares: float = 0.0
     """Sum of the squares of their prompts' lengths: what their spread follows from."""
-    started: int = 0
-    """Requests whose first token came."""
-    started_tokens: int = 0
-    """Prompt tokens of those."""
-    cached_tokens: int = 0
-    """Of those, found in a cache."""
     ended: int = 0
     """Answers that are over and had a token."""
+    ended_tokens: int = 0
+    """Prompt tokens of those."""
+    cached_tokens: int = 0
+    """Of their prompt tokens, found in a cache."""
     output_tokens: int = 0
-    """Of those."""
+    """Of those answers."""
     rejected: int = 0
     """Refused for load, or because nobody was there to serve them."""
     waiting: int = 0

@@ -56,7 +56,7 @@ class Load:
         self.arrivals.add(asked.arrived, asked.seconds, now)
         self._prompt.add(asked.prompt_tokens, asked.arrived, asked.seconds)
         self._square.add(asked.prompt_squares, asked.arrived, asked.seconds)
-        self._cached.add(asked.cached_tokens, asked.started_tokens, asked.seconds)
+        self._cached.add(asked.cached_tokens, asked.ended_tokens, asked.seconds)
         self._answer.add(asked.output_tokens, asked.ended, asked.seconds)
         for name, seen in sorted(asked.classes.items()):
             held = self._classes.get(name, (Mean(_MIX_S),))[0]

@@ -65,10 +65,9 @@ class Asked:
     arrived: int = 0
     prompt_tokens: int = 0
     prompt_squares: float = 0.0
-    started: int = 0
-    started_tokens: int = 0
-    cached_tokens: int = 0
     ended: int = 0
+    ended_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     rejected: int = 0
     waiting: int = 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from fleet.registry.store import Condition, Entry
+
+__all__ = ["Condition", "Election", "Entry", "Lease", "Registry", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,20 @@ class Lease(Protocol):
         ...
 
 
+class Election(Protocol):
+    """Stands for leader of a key for as long as it is open: who put it first leads, until its lease ends."""
+
+    @property
+    def token(self) -> int | None:
+        """The revision at which this one began to lead: a condition on the key's `created` by which a write
+        of a leader that was deposed fails. None: it does not lead, or cannot be sure of it any more."""
+        ...
+
+    async def close(self) -> None:
+        """Lets another lead at once."""
+        ...
+
+
 class Registry(Protocol):
     async def lease(self, ttl_s: float) -> Lease:
         """Never waits for the registry to be reachable."""
@@ -53,6 +71,19 @@ class Registry(Protocol):
 
     async def get(self, key: str) -> bytes | None:
         """Raises `Unavailable` when the registry cannot be reached."""
+        ...
+
+    async def entry(self, key: str) -> Entry | None:
+        """With the revisions that a condition is made of. Raises `Unavailable`."""
+        ...
+
+    async def put_if(self, conditions: Sequence[Condition], puts: Mapping[str, bytes]) -> int | None:
+        """All puts at once, if all conditions hold; the revision, or None: nothing was put. Raises
+        `Unavailable` when the registry cannot be reached: it may have been put all the same."""
+        ...
+
+    async def elect(self, key: str, value: bytes, ttl_s: float) -> Election:
+        """Never waits for the registry to be reachable."""
         ...
 
     async def delete(self, key: str) -> None: ...

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,18 @@ import grpc
 import grpc.aio
 from aetcd import rpc
 
-from fleet.registry.session import CALL_LIMIT_S, StoreRegistry
-from fleet.registry.store import Change, Changes, Compacted, LeaseGone, Listing, StoreAway
+from fleet.registry.limits import CALL_LIMIT_S
+from fleet.registry.session import StoreRegistry
+from fleet.registry.store import (
+    Change,
+    Changes,
+    Compacted,
+    Condition,
+    Entry,
+    LeaseGone,
+    Listing,
+    StoreAway,
+)
 from fleet.settings import ControlSettings
 from fleet.tls import Tls
 
@@ -147,6 +157,30 @@ class EtcdStore:
     async def get(self, key: str) -> bytes | None:
         reply = await self._call(lambda: self._keys.Range, rpc.RangeRequest(key=key.encode()))
         return bytes(reply.kvs[0].value) if reply.kvs else None
+
+    async def entry(self, key: str) -> Entry | None:
+        reply = await self._call(lambda: self._keys.Range, rpc.RangeRequest(key=key.encode()))
+        if not reply.kvs:
+            return None
+        pair = reply.kvs[0]
+        return Entry(bytes(pair.value), pair.create_revision, pair.mod_revision)
+
+    async def put_if(
+        self, conditions: Sequence[Condition], puts: Mapping[str, bytes], lease: int = 0
+    ) -> int | None:
+        compare = []
+        for one in conditions:
+            key = one.key.encode()
+            if one.created is not None:
+                compare.append(rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=one.created))
+            if one.modified is not None:
+                compare.append(rpc.Compare(target=rpc.Compare.MOD, key=key, mod_revision=one.modified))
+        success = [
+            rpc.RequestOp(request_put=rpc.PutRequest(key=key.encode(), value=value, lease=lease))
+            for key, value in puts.items()
+        ]
+        reply = await self._call(lambda: self._keys.Txn, rpc.TxnRequest(compare=compare, success=success))
+        return int(reply.header.revision) if reply.succeeded else None
 
     async def delete(self, key: str) -> None:
         await self._call(lambda: self._keys.DeleteRange, rpc.DeleteRangeRequest(key=key.encode()))

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from fleet.registry.session import StoreRegistry
-from fleet.registry.store import Change, Changes, Compacted, LeaseGone, Listing, StoreAway
+from fleet.registry.store import (
+    Change,
+    Changes,
+    Compacted,
+    Condition,
+    Entry,
+    LeaseGone,
+    Listing,
+    StoreAway,
+)
 from fleet.virtual_time import outside
 
 _News = Changes | StoreAway | Compacted
@@ -38,6 +47,8 @@ class MemoryHub:
         self.watchers: list[_Watcher] = []
         self.values: dict[str, tuple[bytes, int]] = {}
         """Key → value and lease; 0 is no lease."""
+        self.stamps: dict[str, tuple[int, int]] = {}
+        """Key → revisions at which it came to be and was changed last."""
         self.leases: dict[int, tuple[float, asyncio.TimerHandle]] = {}
         """Lease → its time in seconds and the timer that ends it."""
         self._granted = 0
@@ -62,6 +73,7 @@ class MemoryHub:
         for lease in list(self.leases):
             self.leases.pop(lease)[1].cancel()
         self.values.clear()
+        self.stamps.clear()
         self.revision, self.compacted = 1, 0
         self.break_watches(StoreAway("the registry was restarted"))
 
@@ -100,6 +112,20 @@ class MemoryHub:
     def put(self, key: str, value: bytes, lease: int) -> None:
         self._change({key: value}, lease)
 
+    def entry(self, key: str) -> Entry | None:
+        if key not in self.values:
+            return None
+        return Entry(self.values[key][0], *self.stamps[key])
+
+    def holds(self, condition: Condition) -> bool:
+        entry = self.entry(condition.key)
+        created, modified = (0, 0) if entry is None else (entry.created, entry.modified)
+        return condition.created in (None, created) and condition.modified in (None, modified)
+
+    def put_all(self, puts: Mapping[str, bytes], lease: int) -> int:
+        self._change(dict(puts), lease)
+        return self.revision
+
     def delete(self, key: str) -> None:
         if key in self.values:
             self._change({key: None})
@@ -114,8 +140,11 @@ class MemoryHub:
         for key, value in changes.items():
             if value is None:
                 del self.values[key]
+                self.stamps.pop(key, None)
             else:
+                created = self.stamps[key][0] if key in self.values else self.revision
                 self.values[key] = (value, lease)
+                self.stamps[key] = (created, self.revision)
         if self._up:
             for watcher in self.watchers:
                 seen = tuple(Change(k, v) for k, v in changes.items() if k.startswith(watcher.prefix))
@@ -177,6 +206,21 @@ class _Store:
         value = (await self._reach()).values.get(key)
         self._answered()
         return None if value is None else value[0]
+
+    async def entry(self, key: str) -> Entry | None:
+        entry = (await self._reach()).entry(key)
+        self._answered()
+        return entry
+
+    async def put_if(
+        self, conditions: Sequence[Condition], puts: Mapping[str, bytes], lease: int = 0
+    ) -> int | None:
+        hub = await self._reach()
+        if lease and lease not in hub.leases:
+            raise LeaseGone
+        done = hub.put_all(puts, lease) if all(map(hub.holds, conditions)) else None
+        self._answered()
+        return done
 
     async def delete(self, key: str) -> None:
         (await self._reach()).delete(key)

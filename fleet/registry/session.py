@@ -14,19 +14,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fleet.errors import Unavailable
 from fleet.registry import View
-from fleet.registry.store import Compacted, LeaseGone, Store, StoreAway
+from fleet.registry.election import StandingElection
+from fleet.registry.limits import CALL_LIMIT_S
+from fleet.registry.store import Compacted, Condition, Entry, LeaseGone, Store, StoreAway
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALL_LIMIT_S = 3.0
-"""After which a store that does not answer is away."""
 _CLOSE_LIMIT_S = 1.0
 _RETRY_FIRST_S = 0.1
 _RETRY_MOST_S = 1.0
@@ -41,6 +41,7 @@ class StoreRegistry:
         self._store = store
         self._chance = chance
         self._leases: list[HealingLease] = []
+        self._elections: list[StandingElection] = []
         self._closed = False
 
     async def lease(self, ttl_s: float) -> HealingLease:
@@ -53,6 +54,17 @@ class StoreRegistry:
 
     async def get(self, key: str) -> bytes | None:
         return await self._asked(self._store.get(key))
+
+    async def entry(self, key: str) -> Entry | None:
+        return await self._asked(self._store.entry(key))
+
+    async def put_if(self, conditions: Sequence[Condition], puts: Mapping[str, bytes]) -> int | None:
+        return await self._asked(self._store.put_if(conditions, puts))
+
+    async def elect(self, key: str, value: bytes, ttl_s: float) -> StandingElection:
+        election = StandingElection(self._store, key, value, ttl_s)
+        self._elections.append(election)
+        return election
 
     async def delete(self, key: str) -> None:
         await self._asked(self._store.delete(key))
@@ -106,6 +118,8 @@ class StoreRegistry:
     async def close(self) -> None:
         """Revokes its leases and leaves; idempotent."""
         self._closed = True
+        for election in self._elections:
+            await election.close()
         for lease in self._leases:
             await lease.close()
         await self._store.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,24 @@ class Listing:
     """Another number is another store."""
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key, and the store's revisions at which it came to be and was changed last."""
+
+    value: bytes
+    created: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What must hold of a key for a write to happen. 0: that there is no such key."""
+
+    key: str
+    created: int | None = None
+    modified: int | None = None
+
+
 class Store(Protocol):
     """Every call may raise `StoreAway`, may take for ever, and may be cancelled."""
 
@@ -67,6 +85,15 @@ class Store(Protocol):
         ...
 
     async def get(self, key: str) -> bytes | None: ...
+
+    async def entry(self, key: str) -> Entry | None: ...
+
+    async def put_if(
+        self, conditions: Sequence[Condition], puts: Mapping[str, bytes], lease: int = 0
+    ) -> int | None:
+        """All puts at once, at the revision that is returned; None: a condition does not hold, and nothing
+        was put. Raises `LeaseGone`."""
+        ...
 
     async def delete(self, key: str) -> None: ...
 
