@@ -128,7 +128,10 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         clock = asyncio.get_running_loop().time
         ingress.metrics.beside.append(lambda: families(router.flow, router.counters, clock()))
         ingress.targets = lambda: targets(router.flow, control.fleet)
-        ingress.live = Live(router.flow, router=id, fleet=control.fleet, version=__version__, beside=router)
+        ingress.live = live = Live(
+            router.flow, router=id, fleet=control.fleet, version=__version__, beside=router
+        )
+        router.planning.on_decision = lambda decision: live.planned(decision, clock())
         beside = [tasks.create_task(router.run())]
         if keys_file is not None:
             looking = keys_file.follow(ingress.change_keys, settings.http.keys_reload_s)

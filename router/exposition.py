@@ -43,7 +43,13 @@ def targets(flow: Flow, fleet: str) -> list[dict[str, object]]:
 
 def families(flow: Flow, watched: Mapping[str, int], now: float) -> list[Family]:
     """`watched`: counters of what the router follows its workers by."""
-    return [*flow.meters.families(), *_objectives(flow, now), *_choices(flow), *_picture(flow, watched)]
+    return [
+        *flow.meters.families(),
+        *flow.demand.families(),
+        *_objectives(flow, now),
+        *_choices(flow),
+        *_picture(flow, watched),
+    ]
 
 
 def _objectives(flow: Flow, now: float) -> Iterable[Family]:

@@ -28,6 +28,7 @@ from fleet.stages import Stage, Timeline
 from router.account import Account
 from router.admission import Admission
 from router.choosing import Chooser, Known
+from router.demand import Ledger
 from router.legs import Leg, Legs
 from router.link import Link
 from router.meters import Meters
@@ -63,6 +64,7 @@ class Flow:
         self.goodput: dict[str, Rolling] = {}
         """By class, from its first request that ended."""
         self.meters = Meters()
+        self.demand = Ledger()
         self.records = Records(settings.flow.records)
         self.sessions = Sessions(settings.flow.sessions)
         self.chooser = Chooser(settings, roster, index, self.sessions)
@@ -73,6 +75,12 @@ class Flow:
         (legs that were told who caches their beginning), `refusals` and `failovers`; and of admission
         `queued` and `shed`."""
         self._change = asyncio.Event()
+
+    @property
+    def worker_wait_s(self) -> float:
+        """For which a request waits for a first worker: longer where somebody is to bring one."""
+        limits = self.settings.flow
+        return max(limits.worker_wait_s, limits.scale_wait_s if self.demand.scaling else 0.0)
 
     def start(self, request: Request, timeline: Timeline, terms: Terms | None = None) -> Run:
         return _Run(self, request, timeline, terms or self.terms)

@@ -18,6 +18,7 @@ from fleet.ids import RequestId
 from fleet.member import MemberState
 from fleet.objectives import Objectives
 from fleet.stages import Stage
+from fleet.targets import LastDecision, Mode
 from router.record import HandoffRecord, HandoffState
 from router.roster import LinkState, Standing
 
@@ -198,6 +199,14 @@ class Live:
         self._names = {"id": router, "fleet": fleet, "version": version}
         self._history: dict[str, deque[tuple[float, ...]]] = {}
 
+    def planned(self, decision: LastDecision | None, now: float) -> None:
+        """`now`: on the router's clock, when it was heard."""
+        self.plan = (
+            None
+            if decision is None
+            else Plan(decision.prefill, decision.decode, _told(decision), round(now, 3))
+        )
+
     def snapshot(self, now: float, shown: Mapping[RequestId, str] = {}) -> Snapshot:
         """`shown`: ids by which clients know requests, where those are other than the router's own."""
         flow = self._flow
@@ -257,6 +266,12 @@ class Live:
         for since, figures in rolling.history(points[-1][0] if points else now - HISTORY_S, now):
             points.append(_point(since, figures))
         return tuple(points)
+
+
+def _told(decision: LastDecision) -> str:
+    """With what is not the planner's to do, and that it only advises where it does."""
+    mode = "" if decision.mode == Mode.ACT else f"({decision.mode}) "
+    return mode + "; ".join(filter(None, (decision.why, decision.advice)))
 
 
 def _point(since: float, figures: Figures) -> tuple[Any, ...]:

@@ -110,6 +110,12 @@ class FlowSettings:
     asks those again that failed it."""
     worker_wait_s: float = 0.0
     """Seconds for which a request waits for a worker when there is none; 0 fails at once with 503."""
+    scale_wait_s: float = 300.0
+    """The same while a planner acts, which brings workers for requests that wait: time for a cold start."""
+    max_held: int = 512
+    """Requests that may wait for a first worker; beyond, they are refused with 429."""
+    held_retry_s: float = 10.0
+    """What those are told to wait, seconds."""
     resume_wait_s: float = 30.0
     """Seconds for which a request that lost its worker, or has tokens already, waits for another: its client
     cannot ask for the rest. Time for a worker to be started again, or to be reached again."""
@@ -133,7 +139,7 @@ class FlowSettings:
 
     def __post_init__(self) -> None:
         _not_negative(self)
-        _positive(self, "max_requests", "first_token_timeout_s", "token_timeout_s", "records")
+        _positive(self, "max_requests", "max_held", "first_token_timeout_s", "token_timeout_s", "records")
 
 
 class AdmissionMode(StrEnum):

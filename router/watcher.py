@@ -33,6 +33,7 @@ from fleet.wire.codec import (
 from router.flow import Flow
 from router.link import Link
 from router.peers import Heard, Outbox, Peers
+from router.planning import Planning
 from router.prefix_index import Outcome, PrefixIndex
 from router.roster import Change, LinkState, Roster
 from router.settings import RouterSettings
@@ -80,6 +81,7 @@ class Router:
         self.index = PrefixIndex(settings.index)
         self.links: dict[WorkerId, Link] = {}
         self.flow = Flow(settings, self.roster, self.index, self.links)
+        self.planning = Planning(self.flow, fleet, registry, bus, name, self.life)
         self.counters: Counter[str] = Counter()
         """Totals since start: `views`, `kv_messages`, `load_messages`, `bad_messages`, `bus_dropped`,
         `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap); of other
@@ -115,6 +117,7 @@ class Router:
                 tasks.create_task(self._follow_moves(moves))
                 tasks.create_task(self._tell_others())
                 tasks.create_task(self._tick())
+                tasks.create_task(self.planning.run())
         finally:
             self._tasks = None
 
