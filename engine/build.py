@@ -19,6 +19,7 @@ from engine.attention.choose import choose_attention
 from engine.kv_pool import KvPool
 from engine.latency_runner import LatencyModel, LatencyRunner
 from engine.models.llama import Llama, LlamaConfig
+from engine.ops import choose_ops
 from engine.runner import Runner
 from engine.settings import EngineSettings
 from engine.torch_runner import TorchRunner
@@ -111,7 +112,7 @@ def build_runner(
         pool = KvPool(layout, torch.zeros(memory.shape, dtype=torch.uint8, device=device))
     config = read_config(folder)
     with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
-        model = Llama(LlamaConfig.read(config), checkpoint)
+        model = Llama(LlamaConfig.read(config), checkpoint, choose_ops(torch_dtype(layout.dtype), device))
     attention = choose_attention(settings.attention, pool)
     identity = fingerprint(folder, config, layout)
     return TorchRunner(model, pool, attention, identity, device=device, threads=settings.threads, host=host)

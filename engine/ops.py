@@ -56,3 +56,16 @@ class TorchOps:
     def geglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
+    """The fastest that work on this device."""
+    if device.type == "cpu":
+        from engine.native.library import Unusable
+        from engine.native.ops import NativeOps
+
+        try:
+            return NativeOps(dtype)
+        except Unusable:
+            pass  # attention, which wants the same kernels, has said why
+    return TorchOps()

@@ -43,8 +43,9 @@ class EngineSettings:
     memory when it is handed over, and back."""
 
     attention: str = "auto"
-    """Backend of attention: gather (plain torch, anywhere) or auto, which is the fastest that works on the
-    device. Which one it is, and why, is logged at start."""
+    """Backend of attention: cpu (C kernels, compiled at the first start where there is a compiler), gather
+    (plain torch, anywhere) or auto, which is the fastest that works on the device. Which one it is, and why,
+    is logged at start."""
 
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""

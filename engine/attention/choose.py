@@ -17,11 +17,21 @@ _Attempt = Callable[[KvPool], "tuple[Attention[Any] | None, str]"]
 """The backend over a pool and what speaks for it; or None and what it lacks."""
 
 
+def _cpu(pool: KvPool) -> tuple[Attention[Any] | None, str]:
+    from engine.attention.cpu import CpuAttention
+    from engine.native.library import Unusable
+
+    try:
+        return CpuAttention(pool), "C kernels over the pages"
+    except Unusable as why:
+        return None, str(why)
+
+
 def _gather(pool: KvPool) -> tuple[Attention[Any] | None, str]:
     return GatherAttention(pool), "plain torch"
 
 
-BACKENDS: dict[str, _Attempt] = {"gather": _gather}
+BACKENDS: dict[str, _Attempt] = {"cpu": _cpu, "gather": _gather}
 """In the order in which `auto` tries them; a module that needs much is imported in its attempt. The last
 one works anywhere."""
 

@@ -111,13 +111,18 @@ class GatherAttention:
         self._rows[offset:].index_copy_(0, prepared.writes, rows)
 
     def attend(self, layer: int, queries: Tensor, prepared: GatherStep, look: Look) -> Tensor:
-        queries = queries * look.scale
-        out = torch.empty_like(queries)
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         for group in prepared.decodes:
             self._decode(layer, group, queries, out, look)
+        self.attend_prompts(layer, queries, prepared, look, out)
+        return out
+
+    def attend_prompts(
+        self, layer: int, queries: Tensor, prepared: GatherStep, look: Look, out: Tensor
+    ) -> None:
+        """Of the sequences with more than one row only, to their rows of `out`."""
         for chunk in prepared.prompts:
             self._prompt(layer, chunk, queries, out, look)
-        return out
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
@@ -148,7 +153,7 @@ class GatherAttention:
         rows = group.count * kv_heads
         keys, values = self._gather(layer, group.pages).view(2, rows, -1, dim)
         part = slice(group.first, group.first + group.count)
-        query = queries[part].reshape(rows, -1, dim)
+        query = (queries[part] * look.scale).view(rows, -1, dim)
         bias = self._bias(group, keys.shape[1], look.window)
         if look.soft_cap is None:
             scores = torch.baddbmm(bias, query, keys.transpose(1, 2))
@@ -165,7 +170,7 @@ class GatherAttention:
             before, seen = chunk.start + row, chunk.start + row + count
             least = 0 if look.window is None else max(0, before + 1 - look.window)
             part = slice(chunk.first + row, chunk.first + row + count)
-            query = queries[part].reshape(count, kv_heads, shared, dim).permute(1, 2, 0, 3)
+            query = (queries[part] * look.scale).view(count, kv_heads, shared, dim).permute(1, 2, 0, 3)
             query = query.reshape(kv_heads, shared * count, dim)
             scores = torch.bmm(query, keys[:, least:seen].transpose(1, 2))
             if look.soft_cap is not None:
