@@ -56,6 +56,7 @@ class Account:
         flow = self._flow
         flow.counters["requests"] += 1
         flow.meters.began(self.labels)
+        flow.demand.began(self._known.terms, len(self._known.request.prompt))
         flow.records.open(self.record)
         self.record.move(HandoffState.RESERVED, now, "taken on")
 
@@ -141,6 +142,7 @@ class Account:
         outcome = Outcome.of(self.timeline, self.times, kind, now)
         verdict = attains(outcome, terms.objectives)
         flow.judged(terms, outcome, verdict, now)
+        flow.demand.ended(terms, outcome, verdict, prompt, self.cached_tokens, generated)
         how = str(end if isinstance(end, FinishReason) else kind)
         flow.meters.ended(self.labels, how, outcome, verdict, self.record, self._promised_ttft_s)
         if generated:

@@ -82,7 +82,7 @@ class Legs:
         # Counted from the last token on: asking again and being refused again is one wait.
         if self._waiting_since is None:
             self._waiting_since = clock()
-        until = min(known.due, self._waiting_since + max(wait_s, limits.worker_wait_s))
+        until = min(known.due, self._waiting_since + max(wait_s, self._flow.worker_wait_s))
         anew = clock() + limits.retry_after_s
         while True:
             if known.verdict is not None:
@@ -99,7 +99,12 @@ class Legs:
                 again = min(again, now + known.ticket.lease_s / 3)
                 self._renew(now)
             self.arm()
-            await self._flow.changed(again)
+            if after is None and not known.generated:
+                self._flow.demand.hold(known.request.id, limits)
+            try:
+                await self._flow.changed(again)
+            finally:
+                self._flow.demand.held.discard(known.request.id)
             known.avoid -= known.refused
             known.refused.clear()
             if clock() >= anew:
