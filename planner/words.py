@@ -158,6 +158,10 @@ class Actuator(Protocol):
         any more, or somebody has changed what is wanted since `seen`. Raises `Unavailable`."""
         ...
 
+    async def tell(self, plan: Plan, seen: Targets, fence: Fence | None) -> bool:
+        """Shows a decision to operators that changes nothing. As `apply`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
