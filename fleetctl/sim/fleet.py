@@ -35,7 +35,7 @@ from fleet.registry.memory import MemoryHub as RegistryHub
 from fleet.request import Request, Sampling, TokenLogprobs
 from fleet.roles import Roles
 from fleet.stages import Timeline
-from fleet.virtual_time import Process, true_time
+from fleet.virtual_time import Process, VirtualTimeLoop
 from fleet.wire.memory import MemoryHub as WireHub
 from fleet.wire.session import WireSettings
 from kv_transfer.loopback import LoopbackHub
@@ -429,7 +429,9 @@ class SimFleet:
         self, router: Router, request: Request, answer: Answer, stop_after: int | None, terms: Terms | None
     ) -> None:
         """What an ingress does."""
-        answer.timeline = Timeline(asyncio.get_running_loop().time())
+        loop = asyncio.get_running_loop()
+        clock = loop.true_time if isinstance(loop, VirtualTimeLoop) else loop.time
+        answer.timeline = Timeline(loop.time())
         run = router.flow.start(request, answer.timeline, terms)
         try:
             async for event in run:
@@ -440,8 +442,9 @@ class SimFleet:
                 assert not answer.ends, "a token after the end"
                 answer.tokens.append(event.token)
                 answer.logprobs.append(event.logprobs)
-                answer.scores += event.prompt_logprobs
-                answer.times.append(true_time())
+                if event.prompt_logprobs:
+                    answer.scores += event.prompt_logprobs
+                answer.times.append(clock())
                 if stop_after is not None and len(answer.tokens) >= stop_after:
                     break
         except FleetError as error:

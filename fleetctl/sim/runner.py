@@ -34,12 +34,12 @@ class TimedRunner:
         seconds = self._speed.step_s(Work.of(batch))
         self.busy_s += seconds
         await asyncio.sleep(seconds)
-        return BatchResult(
-            tuple(
-                (chunk.start + len(chunk.tokens) + chunk.sampling.seed) & 0x7FFFFFFF if chunk.draw else None
-                for chunk in batch.chunks
-            )
-        )
+        # A list first: it needs no frame of its own for each element.
+        drawn = [
+            (chunk.start + len(chunk.tokens) + chunk.sampling.seed) & 0x7FFFFFFF if chunk.draw else None
+            for chunk in batch.chunks
+        ]
+        return BatchResult(tuple(drawn))
 
     @property
     def staged(self) -> bool:
