@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,12 +44,37 @@ class PublishedTimes:
 
 def play(case: str, setup: Setup, workload: Iterable[Conversation], **told: object) -> dict[str, Any]:
     """Prints the line: TTFT of every request in ms, and the figures in the settings."""
-    played = simulate(setup, workload)
-    said = report(setup, played)
-    ttft = [
-        one.outcome.ttft_s * 1e3 for one in played.asked if one.outcome and one.outcome.ttft_s is not None
-    ]
-    whole, roles = said["all"], said["roles"]
+    (said,) = play_all(case, setup, [workload], **told)
+    return said
+
+
+def play_all(
+    case: str, setup: Setup, workloads: Sequence[Iterable[Conversation]], **told: object
+) -> list[dict[str, Any]]:
+    """One line of several runs: what they attained together, and each of them."""
+    ttft: list[float] = []
+    runs: list[dict[str, Any]] = []
+    for workload in workloads:
+        played = simulate(setup, workload)
+        runs.append(report(setup, played))
+        outcomes = [one.outcome for one in played.asked if one.outcome is not None]
+        ttft += [outcome.ttft_s * 1e3 for outcome in outcomes if outcome.ttft_s is not None]
+    said = runs[0]
+    attained = sum(run["all"]["attained"] for run in runs)
+    counted = attained + sum(run["all"]["missed"] for run in runs)
+    missed_by: Counter[str] = Counter()
+    for run in runs:
+        missed_by.update(run["all"]["missed_by"])
+    more: dict[str, object] = {}
+    if len(runs) == 1:
+        more = {
+            "goodput": said["all"].get("goodput"),
+            "tpot_ms": said["all"].get("tpot_ms"),
+            "busy": {name: role["busy_share"] for name, role in said["roles"].items()},
+            "pulled_gb": round(said["transfers"]["bytes"] / 1e9, 1),
+        }
+    else:
+        more = {"runs": [run["all"].get("attainment") for run in runs]}
     emit(
         case,
         "ms to first token",
@@ -60,15 +86,12 @@ def play(case: str, setup: Setup, workload: Iterable[Conversation], **told: obje
         policy=setup.policy.value,
         admission=setup.admission,
         step_tokens=[setup.step_tokens, setup.decode_step_tokens],
-        attained=whole["attained"],
-        counted=whole["attained"] + whole["missed"],
-        attainment=whole.get("attainment"),
-        goodput=whole.get("goodput"),
-        missed_by=whole["missed_by"],
-        tpot_ms=whole.get("tpot_ms"),
-        cached_share=said["tokens"]["cached_share"],
-        busy={name: role["busy_share"] for name, role in roles.items()},
-        pulled_gb=round(said["transfers"]["bytes"] / 1e9, 1),
-        cpu_s=said["cpu_s"],
+        attained=attained,
+        counted=counted,
+        attainment=round(attained / counted, 4) if counted else None,
+        missed_by=dict(missed_by),
+        cached_share=round(sum(run["tokens"]["cached_share"] or 0.0 for run in runs) / len(runs), 4),
+        cpu_s=round(sum(run["cpu_s"] for run in runs), 1),
+        **more,
     )
-    return said
+    return runs

@@ -1,19 +1,22 @@
 """Ways to choose workers, on one workload at the rate at which the best of them attains about 95 %; and how
 much more routers, who see each other's choices late, lose.
 
-`python -m benchmarks.sim.routing [--case NAME]`; admission is off, so that nothing but the choice differs.
+`python -m benchmarks.sim.routing [--case NAME | --trace FILE]`; admission is off, so that nothing but the
+choice differs. A share of some hundred requests moves by percents with the seed: what several seeds drew is
+played and counted together.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.sim.cases import ROOFLINE, play
+from benchmarks.sim.cases import ROOFLINE, play_all
 from fleet.objectives import Objectives
-from fleet.workload import Amount, Arrivals, Conversation, Kind, Shape, drawn
+from fleet.workload import Amount, Arrivals, Conversation, Kind, Shape, drawn, trace
+from fleetctl.bench.play import trace_lines
 from fleetctl.sim.play import simulate
 from fleetctl.sim.policies import Policy
 from fleetctl.sim.report import report
@@ -45,8 +48,30 @@ STEP = 1.5
 TARGET = 0.95
 
 
-def workload(kind: Kind, rate: float, requests: int) -> Iterator[Conversation]:
-    return Shape(conversations=requests).of(drawn(Arrivals.steady(rate), [kind], seed=1))
+TRACE_SETUP = replace(
+    SETUP,
+    kv_tokens=ROOFLINE.kv_tokens(),
+    prefill=4,
+    decode=4,
+    objectives={"standard": Objectives(ttft_ms=2000, tpot_ms=25)},
+)
+"""For prompts as long as those of traces."""
+
+
+def workload(kind: Kind, rate: float, requests: int, seed: int = 1) -> Iterator[Conversation]:
+    return Shape(conversations=requests).of(drawn(Arrivals.steady(rate), [kind], seed))
+
+
+def compare(
+    setup: Setup,
+    workloads: Callable[[], Sequence[Iterator[Conversation]]],
+    routers: Sequence[int],
+    **told: object,
+) -> None:
+    for policy in Policy:
+        play_all("sim/routing", replace(setup, policy=policy), workloads(), **told)
+    for number in routers:
+        play_all("sim/routing", replace(setup, routers=number), workloads(), **told)
 
 
 def settled(setup: Setup, rate: float, requests: int) -> Setup:
@@ -69,21 +94,31 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few requests: numbers mean little")
     parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--trace", help="a trace's beginning instead of the cases, at --rate times its speed")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rate", type=float, help="instead of searching for it")
     parser.add_argument("--routers", type=int, action="append", help="counts beside 1; default: 2 and 8")
     options = parser.parse_args(argv)
-    requests = 60 if options.quick else options.requests
+    requests, seeds = (60, 1) if options.quick else (options.requests, options.seeds)
+    routers = options.routers or [2, 8]
+    if options.trace:
+        speed = options.rate or 1.0
+        shape = Shape(speed=speed, conversations=requests)
+        compare(
+            TRACE_SETUP,
+            lambda: [shape.of(trace(trace_lines(options.trace), seed=1))],
+            routers, mix="trace", rate=speed,
+        )  # fmt: skip
+        return 0
     for name in options.case or (list(CASES)[:1] if options.quick else CASES):
         kind = CASES[name]
         rate = options.rate or (FIRST_RATE if options.quick else rate_of(kind, requests))
-        setup = settled(SETUP, rate, requests)
-        for policy in Policy:
-            one = replace(setup, policy=policy)
-            play("sim/routing", one, workload(kind, rate, requests), mix=name, rate=rate)
-        for routers in options.routers or (2, 8):
-            one = replace(setup, routers=routers)
-            play("sim/routing", one, workload(kind, rate, requests), mix=name, rate=rate)
+        compare(
+            settled(SETUP, rate, requests),
+            lambda kind=kind, rate=rate: [workload(kind, rate, requests, 1 + n) for n in range(seeds)],
+            routers, mix=name, rate=rate,
+        )  # fmt: skip
     return 0
 
 

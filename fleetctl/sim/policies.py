@@ -14,6 +14,7 @@ from enum import StrEnum
 from fleet.events import KvDigest, KvEvents, KvSnapshot, Tier
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.member import Role
+from router.flow import Flow
 from router.prefix_index import Outcome, PrefixIndex
 from router.roster import Pool, Roster, Standing
 from router.watcher import Router
@@ -35,10 +36,10 @@ def install(policy: Policy, router: Router, seed: int) -> None:
     if policy is Policy.PRECISE:
         return
     index = _Hints(router.settings.index) if policy is Policy.APPROXIMATE else _Blind(router.settings.index)
-    router.index = router.flow.index = index
+    router.index = index
     if policy is not Policy.APPROXIMATE:
-        roster = _OneEach(router, policy, seed)
-        router.roster = router.flow.roster = roster
+        router.roster = _OneEach(router, policy, seed)
+    router.flow = Flow(router.settings, router.roster, index, router.links)
 
 
 class _Hints(PrefixIndex):
