@@ -16,8 +16,9 @@ from fleetctl.commands.explain import explain, trace
 from fleetctl.commands.key import key
 from fleetctl.commands.logs import logs
 from fleetctl.commands.model import model
-from fleetctl.commands.operate import drain, role, scale, status
+from fleetctl.commands.operate import drain, role, status
 from fleetctl.commands.plan import plan
+from fleetctl.commands.scale import scale
 from fleetctl.commands.sim import sim
 from fleetctl.commands.top import top
 from fleetctl.commands.up import down, up

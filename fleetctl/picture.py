@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 
@@ -12,8 +13,8 @@ from fleet.card_codec import decode_card
 from fleet.errors import FleetError, Unavailable
 from fleet.member import WorkerCard, desired_key, workers_prefix
 from fleet.registry import Registry, View
+from fleet.targets import decision_key, parse_decision, parse_desired, planner_prefix
 from fleet.wire import Wire
-from fleetctl.reconcile import parse_desired
 from fleetctl.servers import http_status
 from fleetctl.words import (
     WORKERS,
@@ -89,7 +90,7 @@ async def take_picture(
             row = rows.get(child.name) or WorkerRow(child.name, child.kind, child.phase, child.pid)
             rows[child.name] = replace(row, restarts=child.restarts, note=child.note)
     models = sorted({card.model for card in cards.values()} | ({state.model} if state else set()))
-    data = view.values.get(desired_key(fleet))
+    data, decided = view.values.get(desired_key(fleet)), view.values.get(decision_key(fleet))
     return FleetPicture(
         fleet=fleet,
         model=", ".join(models),
@@ -101,6 +102,7 @@ async def take_picture(
         etcd=ServerRow(etcd, etcd_state, _pid(state, Kind.ETCD)),
         nats=ServerRow(state.nats, _phase(state, Kind.NATS), _pid(state, Kind.NATS)) if state else None,
         supervisor=state.pid if state else None,
+        decision=parse_decision(decided) if decided is not None else None,
     )
 
 
@@ -142,6 +144,16 @@ def registered_routers(view: View, fleet: str) -> Iterator[tuple[str, str, int]]
                 yield str(card["id"]), str(card["http"]), int(card["pid"])
             except (msgspec.DecodeError, KeyError, ValueError):
                 continue
+
+
+def registered_planners(view: View, fleet: str) -> frozenset[int]:
+    """Pids of those that show themselves."""
+    pids = set()
+    for key, data in view.values.items():
+        if key.startswith(f"{planner_prefix(fleet)}planners/"):
+            with contextlib.suppress(msgspec.MsgspecError, KeyError, ValueError):
+                pids.add(int(msgspec.json.decode(data, type=dict[str, str | int])["pid"]))
+    return frozenset(pids)
 
 
 def _routers(view: View, fleet: str, state: FleetState | None) -> list[tuple[str, str, int | None]]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
-from fleet.errors import BadRequest
+from fleet.targets import Desired
 from fleetctl.words import (
     SERVERS,
     WORKERS,
@@ -19,7 +17,6 @@ from fleetctl.words import (
     Child,
     Closing,
     Decision,
-    Desired,
     Forget,
     Kill,
     Kind,
@@ -29,34 +26,20 @@ from fleetctl.words import (
     Stop,
 )
 
-CLOSING_ORDER: tuple[tuple[Kind, ...], ...] = ((Kind.ROUTER,), WORKERS, (Kind.NATS,), (Kind.ETCD,))
-"""The router first: it takes no new request and ends the running ones while workers still serve;
-the control plane last: draining workers need it."""
+CLOSING_ORDER: tuple[tuple[Kind, ...], ...] = (
+    (Kind.PLANNER,),
+    (Kind.ROUTER,),
+    WORKERS,
+    (Kind.NATS,),
+    (Kind.ETCD,),
+)
+"""The planner first, which would change what goes down; then the router: it takes no new request and ends the
+running ones while workers still serve; the control plane last: draining workers need it."""
 
 REFUSED = 2
 """Exit code of a process that does not accept its settings."""
 
 COUNTED = (Phase.STARTING, Phase.READY, Phase.TURNING, Phase.CRASHED)
-
-
-def parse_desired(data: bytes) -> Desired:
-    """From the JSON under the fleet's desired key. `BadRequest` says what is wrong with it."""
-    try:
-        value = msgspec.json.decode(data, type=dict[str, int])
-    except msgspec.DecodeError as error:
-        raise BadRequest(
-            f'desired counts are not of the form {{"prefill": 1, "decode": 1}}: {error}'
-        ) from None
-    unknown = sorted(set(value) - {"prefill", "decode"})
-    missing = sorted({"prefill", "decode"} - set(value))
-    if unknown or missing:
-        wrong = f"unknown role {unknown[0]!r}" if unknown else f"no count for {missing[0]!r}"
-        raise BadRequest(f"desired counts: {wrong}; the roles are prefill and decode")
-    return Desired(**value)
-
-
-def format_desired(desired: Desired) -> bytes:
-    return msgspec.json.encode({"prefill": desired.prefill, "decode": desired.decode})
 
 
 def decide(
@@ -134,7 +117,7 @@ def _reconcile(
         note = f", {leaving} leaving" if leaving else ""
         why = f"{len(have)} {kind}{note}, {want} wanted"
         actions.extend(Start(kind, None, why) for _ in range(want - len(have)))
-    elif not have and not leaving:
+    elif want and not have and not leaving:
         # A single has one port and one name: its successor starts when it is gone.
         actions.append(Start(kind, None, f"the fleet needs {kind}"))
 

@@ -29,18 +29,17 @@ from fleet.events import LoadReport
 from fleet.ids import new_worker_id
 from fleet.member import MemberState, WorkerCard, desired_key, workers_prefix
 from fleet.registry import Registry, View
+from fleet.targets import Desired, Mode, decision_key, format_desired, parse_decision, parse_desired
 from fleet.wire import Wire
 from fleetctl import child as exec_shim
 from fleetctl.connect import connected
-from fleetctl.picture import registered_routers
+from fleetctl.picture import registered_planners, registered_routers
 from fleetctl.reconcile import (
     answered,
     became,
     decide,
     exited,
     failing,
-    format_desired,
-    parse_desired,
     settled,
     started,
 )
@@ -53,7 +52,6 @@ from fleetctl.words import (
     Child,
     ChildRecord,
     Closing,
-    Desired,
     FleetPicture,
     FleetState,
     Forget,
@@ -82,6 +80,7 @@ def default_commands() -> dict[Kind, tuple[str, ...]]:
         Kind.ETCD: (find_binary("etcd"),),
         Kind.NATS: (find_binary("nats-server"),),
         Kind.ROUTER: (*python, "router"),
+        Kind.PLANNER: (*python, "planner"),
         Kind.PREFILL: (*python, "prefill_worker"),
         Kind.DECODE: (*python, "decode_worker"),
     }
@@ -154,6 +153,8 @@ class Supervisor:
         self._router_scheme = "http"
         """By the card of the router, which alone knows all its settings."""
         self._router_status: int | None = None
+        self._planners: frozenset[int] = frozenset()
+        """Pids of the planners that show themselves."""
         self._unserved_since: float | None = None
         self._closing = Closing.NO
         self._failure: StartFailed | None = None
@@ -304,6 +305,8 @@ class Supervisor:
         if kind is Kind.ROUTER:
             bind = ["--control.bind", self.plan.host, "--control.advertise", _reachable(self.plan.host)]
             return [*control, *bind, "--http.port", str(self.plan.port), *model]
+        if kind is Kind.PLANNER:
+            return [*control, "--decisions", str(self._folder.path / "decisions.jsonl")]
         others = self.plan.flags.get(Kind.DECODE if kind is Kind.PREFILL else Kind.PREFILL)
         other_role = ["--other-role", shlex.join(others)] if others else []
         return [*control, *model, "--worker-id", name, *other_role]
@@ -376,6 +379,7 @@ class Supervisor:
             if self._desired_moved:
                 await self._keep_desired(registry)
             self._read_router(view)
+            self._planners = registered_planners(view, self.plan.fleet)
             self._changed.set()
 
     def _read_desired(self, view: View) -> None:
@@ -394,7 +398,7 @@ class Supervisor:
             self._say_once("desired", "ignored", error.message)
             return
         if desired != self.desired:
-            self._say("desired", "changed", f"prefill={desired.prefill} decode={desired.decode}")
+            self._say("desired", "changed", _wanted(desired))
             self.desired = desired
 
     def _read_cards(self, view: View) -> None:
@@ -434,7 +438,7 @@ class Supervisor:
             return child
         turned = self._children[child.name] = replace(child, kind=kind)
         self.desired, self._desired_moved = self.desired.turned(kind), True
-        wanted = f"prefill={self.desired.prefill} decode={self.desired.decode}"
+        wanted = _wanted(self.desired)
         self._say(child.name, "role", f"{child.kind} → {kind}; wanted from now on: {wanted}")
         self._changed.set()
         return turned
@@ -487,6 +491,9 @@ class Supervisor:
             alive = await http_status(f"http://{self.etcd}/health", 2.0) == 200
         elif child.kind is Kind.NATS:
             alive = await nats_serves(*self._nats, 2.0)
+        elif child.kind is Kind.PLANNER:
+            starting = child.phase is Phase.STARTING
+            alive = child.pid in self._planners or (not self._view.live and not starting)
         else:
             self._router_status = await http_status(f"{self.url}/ready", 2.0)
             alive = self._router_status is not None
@@ -560,6 +567,7 @@ class Supervisor:
         if router is not None and router.phase is Phase.READY and self._router_status != 200:
             state = "no worker ready"
         servers = [self._children.get(str(kind)) for kind in SERVERS]
+        key = decision_key(self.plan.fleet)
         rows = [
             ServerRow(address, child.phase if child else "away", child.pid if child else None)
             for child, address in zip(servers, (self.etcd, self.nats), strict=True)
@@ -573,6 +581,7 @@ class Supervisor:
             etcd=rows[0],
             nats=rows[1],
             supervisor=os.getpid(),
+            decision=parse_decision(said) if (said := self._view.values.get(key)) is not None else None,
         )
 
     def _row(self, child: Child) -> WorkerRow:
@@ -599,6 +608,11 @@ class Supervisor:
             blocks_total=report.blocks_total,
             counters=report.counters,
         )
+
+
+def _wanted(desired: Desired) -> str:
+    mode = "" if desired.mode is Mode.OFF else f" ({desired.mode})"
+    return f"prefill={desired.prefill} decode={desired.decode}{mode}"
 
 
 def _environment(kind: Kind) -> dict[str, str]:

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fleet.targets import Mode
 from fleetctl.words import WORKERS, FleetPicture, WorkerRow
 
 _LOOKS = {
@@ -55,7 +56,9 @@ def draw(picture: FleetPicture) -> RenderableType:
         )
     if not picture.workers:
         table.add_row(Text("no worker", style="dim"))
-    return Group(_head(picture), Text(), table, *_troubles(picture), Text(), _servers(picture))
+    return Group(
+        _head(picture), *_planner(picture), Text(), table, *_troubles(picture), Text(), _servers(picture)
+    )
 
 
 def _head(picture: FleetPicture) -> Text:
@@ -71,6 +74,24 @@ def _head(picture: FleetPicture) -> Text:
         want = picture.desired.of(kind)
         head.append(f"{ready}/{want}", "green" if ready == want else "yellow")
     return head
+
+
+def _planner(picture: FleetPicture) -> list[RenderableType]:
+    """What it wants and why, where it has anything to say."""
+    desired, last = picture.desired, picture.decision
+    if desired is None or desired.mode is Mode.OFF:
+        return []
+    head = Text.assemble(("planner ", "bold"), f"{desired.mode}s" if desired.mode is Mode.ADVISE else "acts")
+    if desired.budget is not None:
+        head.append(f", at most {desired.budget} workers", "dim")
+    if last is None:
+        return [head.append("  nothing decided yet", "yellow")]
+    head.append(f"  prefill {last.prefill}, decode {last.decode}: ", "bold")
+    head.append(last.why, "default")
+    if last.advice:
+        head.append(f"; {last.advice}", "dim")
+    head.overflow = "fold"
+    return [head]
 
 
 def _servers(picture: FleetPicture) -> Table:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fleet.errors import BadRequest
-
-MOST_WORKERS = 256
-"""Per role on one machine; more is a slip of the finger, not a wish."""
+from fleet.targets import Desired, LastDecision
 
 
 class Kind(StrEnum):
     ETCD = "etcd"
     NATS = "nats"
     ROUTER = "router"
+    PLANNER = "planner"
+    """Where the fleet is not scaled by hand."""
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -45,33 +44,6 @@ class Closing(StrEnum):
     """Router, then workers, then NATS, then etcd; each has its time to drain."""
     HURRIED = "hurried"
     """All at once, and killed soon after."""
-
-
-@dataclass(frozen=True, slots=True)
-class Desired:
-    """How many workers of each role there should be."""
-
-    prefill: int
-    decode: int
-
-    def turned(self, to: Kind) -> Desired:
-        """One more of that role, and one less of the other: what is wanted when one worker changes."""
-        shift = 1 if to is Kind.PREFILL else -1
-        prefill, decode = (max(0, min(MOST_WORKERS, n)) for n in (self.prefill + shift, self.decode - shift))
-        return Desired(prefill, decode)
-
-    def __post_init__(self) -> None:
-        for role, count in (("prefill", self.prefill), ("decode", self.decode)):
-            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_WORKERS:
-                raise BadRequest(
-                    f"{role}={count!r}: expected a whole number from 0 to {MOST_WORKERS}", param=role
-                )
-
-    def of(self, kind: Kind) -> int:
-        """Of servers and the router there is always one."""
-        if kind is Kind.PREFILL:
-            return self.prefill
-        return self.decode if kind is Kind.DECODE else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +229,5 @@ class FleetPicture:
     nats: ServerRow | None
     supervisor: int | None
     """Its pid; None when nobody supervises this fleet here."""
+    decision: LastDecision | None = None
+    """The planner's last one; None: there never was one."""

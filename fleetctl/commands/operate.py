@@ -1,19 +1,16 @@
-"""`status`, `scale`, `role`, `drain`: looking at a running fleet and changing it."""
+"""`status`, `role`, `drain`: looking at a running fleet and changing it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
 from fleetctl.options import Target, complete_workers, fleet_options
-from fleetctl.reconcile import victims
-from fleetctl.words import WORKERS, Child, Desired, FleetPicture, Kind, Phase
+from fleetctl.words import WORKERS, FleetPicture, Phase
 
 if TYPE_CHECKING:
     from fleet.member import WorkerCard
@@ -51,126 +48,28 @@ def status_fields(picture: FleetPicture) -> dict[str, Any]:
     """The object of `status --json`. null = unknown, which is not zero."""
     from msgspec import to_builtins
 
-    routers = to_builtins(picture.routers)
+    from fleet.targets import Mode
+
+    routers, desired = to_builtins(picture.routers), picture.desired
     return {
         "fleet": picture.fleet,
         "model": picture.model,
         "router": routers[0] if routers else None,
         "routers": routers,
         "workers": to_builtins(picture.workers),
-        "desired": to_builtins(picture.desired),
+        "desired": desired and {"prefill": desired.prefill, "decode": desired.decode},
+        "planner": {
+            "mode": str(desired.mode if desired else Mode.OFF),
+            "budget": desired.budget if desired else None,
+            "decision": to_builtins(picture.decision),
+        },
         "nats": to_builtins(picture.nats),
         "etcd": to_builtins(picture.etcd),
         "supervisor": picture.supervisor,
     }
 
 
-def _counts(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for value in values:
-        match = re.fullmatch(r"(prefill|decode)=(\d+)", value)
-        if match is None:
-            raise click.BadParameter(f"{value!r} is not prefill=NUMBER or decode=NUMBER")
-        if match[1] in counts:
-            raise click.BadParameter(f"{match[1]} is given twice")
-        counts[match[1]] = int(match[2])
-    return counts
-
-
-@click.command()
-@click.argument("counts", nargs=-1, required=True, callback=_counts, metavar="prefill=N decode=M")
-@fleet_options()
-@click.option("--wait", is_flag=True, help="Return when the fleet is as wanted and nobody leaves any more.")
-@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
-@LIMIT
-def scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bool, limit: float) -> None:
-    """Set how many workers of a role there are to be; those that go finish their requests first."""
-    asyncio.run(_scale(target, counts, wait, dry_run, limit))
-
-
-async def _scale(target: Target, counts: dict[str, int], wait: bool, dry_run: bool, limit: float) -> None:
-    etcd, state = target.etcd(), target.state()
-    from fleet.member import desired_key
-    from fleetctl.connect import connected
-    from fleetctl.picture import take_picture
-    from fleetctl.reconcile import format_desired
-
-    async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
-        before = await take_picture(registry, wire, target.fleet, etcd, state)
-        if before.desired is None and len(counts) < len(WORKERS):
-            raise BadRequest("no counts are set yet: give both, prefill=N and decode=M")
-        old = {str(kind): before.desired.of(kind) if before.desired else 0 for kind in WORKERS}
-        new = Desired(**{**old, **counts})
-        idle = "" if new.decode else "; without a decode worker every request is refused with 503"
-        changes = ", ".join(
-            f"{role} {old[role]} → {new.of(Kind(role))}" for role in old if old[role] != new.of(Kind(role))
-        )
-        leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
-        fields = {
-            "fleet": target.fleet,
-            "before": old,
-            "desired": {str(kind): new.of(kind) for kind in WORKERS},
-            "dry_run": dry_run,
-        }
-        if dry_run:
-            lines = [
-                f"would set {changes or 'nothing new'}{idle}",
-                *(f"would drain {name}: {why}" for name, why in leaving),
-            ]
-            target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
-            return
-        await registry.put(desired_key(target.fleet), format_desired(new))
-        if wait:
-            await _wait_settled(registry, target.fleet, new, limit)
-            await _wait_ended(target, "", limit)
-        note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
-        target.say(
-            f"{'scaled' if wait else 'set'} {changes or 'nothing new'}{idle}{note}", **fields, settled=wait
-        )
-
-
-def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:
-    """Ids and reasons of those that the supervisor would let go now; loads may change until then."""
-    phases = {
-        "starting": Phase.STARTING,
-        "ready": Phase.READY,
-        "silent": Phase.READY,
-        "stalled": Phase.READY,
-        "turning": Phase.TURNING,
-        "crashed": Phase.CRASHED,
-    }
-    have = []
-    for row in picture.workers:
-        if row.role == kind and row.state in phases:
-            load = None if row.running is None or row.waiting is None else row.running + row.waiting
-            have.append(Child(row.id, kind, phases[row.state], 0.0, row.pid, load))
-    return [(child.name, why) for child, why in victims(have, len(have) - want)]
-
-
-async def _wait_settled(registry: Registry, fleet: str, desired: Desired, limit_s: float) -> None:
-    """Until as many as wanted are ready and nobody is on its way out."""
-    from fleetctl.picture import cards_in, wait_view
-
-    have = ""
-
-    def settled(view: View) -> bool:
-        nonlocal have
-        cards = cards_in(view, fleet).values()
-        ready = {
-            kind: sum(card.role.value == kind.value and card.state == "ready" for card in cards)
-            for kind in WORKERS
-        }
-        have = ", ".join(f"{kind} {count}/{desired.of(kind)}" for kind, count in ready.items())
-        return all(ready[kind] == desired.of(kind) for kind in WORKERS) and sum(ready.values()) == len(cards)
-
-    if await wait_view(registry, fleet, settled, limit_s) is None:
-        raise Unavailable(
-            f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
-            "see `fleetctl status` and `fleetctl logs`"
-        )
-
-
-async def _wait_ended(target: Target, name: str, limit_s: float) -> None:
+async def wait_ended(target: Target, name: str, limit_s: float) -> None:
     """Until no process of `name`, or of anybody, is on its way out: a card goes a little before its process.
 
     Only a supervisor here knows of processes.
@@ -217,7 +116,7 @@ async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
         if wait:
             # A card vanishes when its worker leaves; the margin is for a worker that dies over it.
             await _wait_gone(registry, target.fleet, worker, cards[worker].incarnation, limit + 30.0)
-            await _wait_ended(target, worker, 30.0)
+            await wait_ended(target, worker, 30.0)
             state = "left"
         target.say(f"{worker} {'has left' if wait else f'is {state}'}", id=worker, state=state)
 

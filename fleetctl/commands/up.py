@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleet.errors import FleetError, Unavailable
+from fleet.targets import MOST_BUDGET, MOST_WORKERS, Desired, Mode
 from fleetctl.options import Target, fleet_options
 from fleetctl.state import StateFolder, alive
-from fleetctl.words import MOST_WORKERS, WORKERS, Desired, Kind
+from fleetctl.words import WORKERS, Kind
 
 if TYPE_CHECKING:
     from fleetctl.supervisor import FleetPlan, Notice, Supervisor
@@ -48,13 +49,15 @@ Say = Callable[[dict[str, Any]], None]
     show_default=True,
     help="Of the router; 0 = a free one.",
 )
+@click.option("--auto", is_flag=True, help="The planner decides how many workers there are.")
+@click.option("--budget", type=click.IntRange(1, MOST_BUDGET), help="Most workers it may want. With --auto.")
 @click.option("--detach", is_flag=True, help="Return when it is ready, and leave it running.")
 @click.option(
     "--set",
     "sets",
     multiple=True,
     metavar="[KIND:]NAME=VALUE",
-    help="A setting of the workers, such as engine.block-size=32; KIND: router, prefill or decode. Repeat.",
+    help="A setting of the workers, such as engine.block-size=32; KIND: router, planner, prefill, decode. Repeat.",
 )
 @click.option("--report-fd", type=int, hidden=True)
 def up(
@@ -65,6 +68,8 @@ def up(
     decode: int,
     host: str,
     port: int,
+    auto: bool,
+    budget: int | None,
     detach: bool,
     sets: Sequence[str],
     report_fd: int | None,
@@ -73,7 +78,10 @@ def up(
 
     Ctrl-C drains and ends it; a second Ctrl-C hurries. What crashes is started again.
     """
+    if budget is not None and not auto:
+        raise click.UsageError("--budget goes with --auto")
     flags = _flags(sets)
+    desired = Desired(prefill, decode, Mode.ACT if auto else Mode.OFF, budget)
     if target.folder.held():
         with target.folder.locked():
             pass  # raises, and says who it is
@@ -83,6 +91,8 @@ def up(
         again += ["--model", source, "--served-model-name", name]
         again += ["--host", host, "--port", str(port)]
         again += ["--prefill", str(prefill), "--decode", str(decode), *(f"--set={one}" for one in sets)]
+        again += ["--auto"] if auto else []
+        again += ["--budget", str(budget)] if budget is not None else []
         detach_until_ready(target, [sys.executable, "-P", "-m", "fleetctl", "up", *again])
         return
     from fleetctl.servers import check_free, free_ports
@@ -91,9 +101,7 @@ def up(
     with target.folder.locked():
         port = port or free_ports(1, host)[0]
         check_free(host, port)
-        plan = FleetPlan(
-            target.fleet, host, port, source, name, Desired(prefill, decode), default_commands(), flags
-        )
+        plan = FleetPlan(target.fleet, host, port, source, name, desired, default_commands(), flags)
         run_plan(plan, target, report_fd)
 
 
@@ -110,7 +118,7 @@ def _source(model: str, model_name: str | None) -> tuple[str, str]:
 def _flags(sets: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
     """`engine.block-size=32` for both roles, `router:flow.max-requests=9` for one kind."""
     flags: dict[Kind, list[str]] = {}
-    kinds = {str(kind): (kind,) for kind in (Kind.ROUTER, *WORKERS)}
+    kinds = {str(kind): (kind,) for kind in (Kind.ROUTER, Kind.PLANNER, *WORKERS)}
     for one in sets:
         name, equals, value = one.partition("=")
         kind, colon, setting = name.rpartition(":")

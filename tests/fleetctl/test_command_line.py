@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from fleet.errors import Unavailable
+from fleet.targets import Desired
 from fleetctl.__main__ import main
-from fleetctl.commands.operate import would_leave
+from fleetctl.commands.scale import would_leave
 from fleetctl.commands.up import _flags
 from fleetctl.servers import check_free, find_binary, free_ports
 from fleetctl.state import MARK
-from fleetctl.words import Desired, FleetPicture, Kind, ServerRow, WorkerRow
+from fleetctl.words import FleetPicture, Kind, ServerRow, WorkerRow
 
 
 def run(*arguments: str, state: Path | None = None) -> tuple[int, str, str]:

@@ -7,8 +7,9 @@ import shlex
 
 from rich.console import Console
 
+from fleet.targets import Desired
 from fleetctl.view import draw, try_line
-from fleetctl.words import Desired, FleetPicture, RouterRow, ServerRow, WorkerRow
+from fleetctl.words import FleetPicture, RouterRow, ServerRow, WorkerRow
 
 
 def console_text(console: Console, picture: FleetPicture) -> str:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.errors import BadRequest
+from fleet.targets import Desired, format_desired, parse_desired
 from fleetctl.reconcile import (
     COUNTED,
     answered,
@@ -17,8 +18,6 @@ from fleetctl.reconcile import (
     decide,
     exited,
     failing,
-    format_desired,
-    parse_desired,
     settled,
     started,
     victims,
@@ -28,7 +27,6 @@ from fleetctl.words import (
     WORKERS,
     Child,
     Closing,
-    Desired,
     Forget,
     Kill,
     Kind,

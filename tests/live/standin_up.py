@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from fleet.errors import FleetError
+from fleet.targets import Desired
 from fleetctl.commands.up import run_plan
 from fleetctl.options import Target, fail
 from fleetctl.servers import free_ports
 from fleetctl.state import StateFolder
 from fleetctl.supervisor import FleetPlan, default_commands
-from fleetctl.words import WORKERS, Desired, Kind, Policy
+from fleetctl.words import WORKERS, Kind, Policy
 
 
 def main() -> None:

@@ -1,0 +1,244 @@
+"""`scale`: how many workers of each role there are to be, or that the planner is to say so."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleet.errors import BadRequest, Unavailable
+from fleet.targets import MOST_BUDGET, Desired, Mode
+from fleetctl.commands.operate import LIMIT, wait_ended
+from fleetctl.options import Target, fleet_options
+from fleetctl.reconcile import victims
+from fleetctl.words import WORKERS, Child, FleetPicture, Kind, Phase
+
+if TYPE_CHECKING:
+    from fleet.registry import Registry, View
+    from fleet.targets import LastDecision
+
+AUTO = "auto"
+_TRIES = 5
+"""How often a change is tried again where somebody else changes the same at the same moment."""
+
+
+def _counts(
+    context: click.Context, parameter: click.Parameter, values: Sequence[str]
+) -> dict[str, int] | None:
+    """None: `auto`."""
+    if list(values) == [AUTO]:
+        return None
+    counts: dict[str, int] = {}
+    for value in values:
+        match = re.fullmatch(r"(prefill|decode)=(\d+)", value)
+        if match is None:
+            both = " alone" if value == AUTO else ""
+            raise click.BadParameter(f"{value!r} is not prefill=NUMBER or decode=NUMBER, or auto{both}")
+        if match[1] in counts:
+            raise click.BadParameter(f"{match[1]} is given twice")
+        counts[match[1]] = int(match[2])
+    return counts
+
+
+@click.command()
+@click.argument("counts", nargs=-1, required=True, callback=_counts, metavar="prefill=N decode=M | auto")
+@fleet_options()
+@click.option("--wait", is_flag=True, help="Return when the fleet is as wanted and nobody leaves any more.")
+@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
+@click.option(
+    "--budget", type=click.IntRange(1, MOST_BUDGET), help="Most workers that the planner may want. With auto."
+)
+@click.option("--advise", is_flag=True, help="The planner only says what it would do. With auto.")
+@LIMIT
+def scale(
+    target: Target,
+    counts: dict[str, int] | None,
+    wait: bool,
+    dry_run: bool,
+    budget: int | None,
+    advise: bool,
+    limit: float,
+) -> None:
+    """Set how many workers of a role there are to be; those that go finish their requests first.
+
+    With auto the planner decides from now on, until counts are given again. Both counts, and who decides,
+    change at once.
+    """
+    if counts is not None and (budget is not None or advise):
+        raise click.UsageError("--budget and --advise go with auto: fleetctl scale auto --budget 8")
+    asyncio.run(_scale(target, counts, wait, dry_run, budget, advise, limit))
+
+
+async def _scale(
+    target: Target,
+    counts: dict[str, int] | None,
+    wait: bool,
+    dry_run: bool,
+    budget: int | None,
+    advise: bool,
+    limit: float,
+) -> None:
+    etcd, state = target.etcd(), target.state()
+    from fleetctl.connect import connected
+    from fleetctl.picture import take_picture
+
+    async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
+        before = await take_picture(registry, wire, target.fleet, etcd, state)
+        old = before.desired
+        new = _changed(old, counts, budget, advise)
+        said = _said(old, new)
+        leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
+        fields: dict[str, Any] = {
+            "fleet": target.fleet,
+            "before": {str(kind): old.of(kind) if old else 0 for kind in WORKERS},
+            "desired": {str(kind): new.of(kind) for kind in WORKERS},
+            "mode": str(new.mode),
+            "budget": new.budget,
+            "dry_run": dry_run,
+        }
+        if dry_run:
+            lines = [f"would set {said}", *(f"would drain {name}: {why}" for name, why in leaving)]
+            if counts is None and before.decision is not None:
+                last = before.decision
+                lines.append(
+                    f"the planner's last decision was prefill={last.prefill} decode={last.decode}: {last.why}"
+                )
+            target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
+            return
+        decided_at = before.decision.at if before.decision is not None else 0.0
+        new = await _write(registry, target.fleet, counts, budget, advise)
+        if wait and counts is None:
+            decision = await _wait_decided(registry, target.fleet, new.mode, decided_at, limit)
+            said += f"; it wants prefill={decision.prefill} decode={decision.decode}: {decision.why}"
+        elif wait:
+            await _wait_settled(target, registry, new, limit)
+            await wait_ended(target, "", limit)
+        note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
+        verb = "scaled" if wait and counts is not None else "set"
+        target.say(f"{verb} {said}{note}", **fields, settled=wait)
+
+
+def _changed(old: Desired | None, counts: dict[str, int] | None, budget: int | None, advise: bool) -> Desired:
+    if counts is None:
+        if old is None:
+            raise BadRequest("no counts are set yet: give both first, prefill=N and decode=M")
+        mode = Mode.ADVISE if advise else Mode.ACT
+        return replace(old, mode=mode, budget=budget if budget is not None else old.budget)
+    if old is None and len(counts) < len(WORKERS):
+        raise BadRequest("no counts are set yet: give both, prefill=N and decode=M")
+    kept = {str(kind): old.of(kind) if old else 0 for kind in WORKERS}
+    return Desired(counts.get("prefill", kept["prefill"]), counts.get("decode", kept["decode"]))
+
+
+async def _write(
+    registry: Registry, fleet: str, counts: dict[str, int] | None, budget: int | None, advise: bool
+) -> Desired:
+    """One change of all, of what stands there at that moment."""
+    from fleet.member import desired_key
+    from fleet.registry import Condition
+    from fleet.targets import format_desired, parse_desired
+
+    key = desired_key(fleet)
+    for _ in range(_TRIES):
+        entry = await registry.entry(key)
+        new = _changed(None if entry is None else parse_desired(entry.value), counts, budget, advise)
+        condition = Condition(key, modified=0 if entry is None else entry.modified)
+        if await registry.put_if([condition], {key: format_desired(new)}) is not None:
+            return new
+    raise Unavailable("what is wanted is being changed by others all the time; try again")
+
+
+def _said(old: Desired | None, new: Desired) -> str:
+    changes = [
+        f"{kind} {old.of(kind) if old else 0} → {new.of(kind)}"
+        for kind in WORKERS
+        if new.of(kind) != (old.of(kind) if old else 0)
+    ]
+    was = Mode.OFF if old is None else old.mode
+    if new.mode is not was or new.mode is not Mode.OFF:
+        budget = f", of at most {new.budget} workers" if new.budget is not None else ""
+        told = {
+            Mode.OFF: "the planner decides no more",
+            Mode.ADVISE: f"the planner advises{budget}",
+            Mode.ACT: f"the planner decides from now on{budget}",
+        }
+        changes.append(told[new.mode])
+    hand = new.mode is Mode.OFF and not new.decode
+    idle = "; without a decode worker every request is refused with 503" if hand else ""
+    return (", ".join(changes) or "nothing new") + idle
+
+
+def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:
+    """Ids and reasons of those that the supervisor would let go now; loads may change until then."""
+    phases = {
+        "starting": Phase.STARTING,
+        "ready": Phase.READY,
+        "silent": Phase.READY,
+        "stalled": Phase.READY,
+        "turning": Phase.TURNING,
+        "crashed": Phase.CRASHED,
+    }
+    have = []
+    for row in picture.workers:
+        if row.role == kind and row.state in phases:
+            load = None if row.running is None or row.waiting is None else row.running + row.waiting
+            have.append(Child(row.id, kind, phases[row.state], 0.0, row.pid, load))
+    return [(child.name, why) for child, why in victims(have, len(have) - want)]
+
+
+async def _wait_settled(target: Target, registry: Registry, desired: Desired, limit_s: float) -> None:
+    """Until as many as wanted are ready and nobody is on its way out; says how far it is."""
+    from fleetctl.picture import cards_in, wait_view
+
+    have = ""
+
+    def settled(view: View) -> bool:
+        nonlocal have
+        cards = cards_in(view, target.fleet).values()
+        ready = {
+            kind: sum(card.role.value == kind.value and card.state == "ready" for card in cards)
+            for kind in WORKERS
+        }
+        leaving = len(cards) - sum(ready.values())
+        now = ", ".join(f"{kind} {count}/{desired.of(kind)}" for kind, count in ready.items())
+        if have != (have := now + (f", {leaving} not ready or leaving" if leaving else "")):
+            _progress(target, have)
+        return all(ready[kind] == desired.of(kind) for kind in WORKERS) and not leaving
+
+    if await wait_view(registry, target.fleet, settled, limit_s) is None:
+        raise Unavailable(
+            f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
+            "see `fleetctl status` and `fleetctl logs`"
+        )
+
+
+async def _wait_decided(
+    registry: Registry, fleet: str, mode: Mode, before: float, limit_s: float
+) -> LastDecision:
+    """Until the planner has decided in this mode."""
+    from fleet.targets import decision_key, parse_decision
+    from fleetctl.picture import wait_view
+
+    found: LastDecision | None = None
+
+    def decided(view: View) -> bool:
+        nonlocal found
+        data = view.values.get(decision_key(fleet))
+        found = parse_decision(data) if data is not None else None
+        return found is not None and found.mode == mode and found.at > before
+
+    if await wait_view(registry, fleet, decided, limit_s) is None or found is None:
+        raise Unavailable(
+            f"no planner has decided anything after {limit_s:g} s; see `fleetctl logs planner`, or start one "
+            "(python -m planner)"
+        )
+    return found
+
+
+def _progress(target: Target, text: str) -> None:
+    if not target.as_json:
+        click.echo(text, err=True)
