@@ -59,6 +59,11 @@ class ApiKey(
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
 
+    @property
+    def short(self) -> str:
+        """What routers call it among each other: enough of the hash to tell keys apart, and no more."""
+        return self.sha256[:16]
+
     def line(self) -> str:
         """For a keys file."""
         return msgspec.json.encode(self).decode()

@@ -131,6 +131,20 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyUse:
+    """What one API key has asked of a router in this life of it. Totals, so that none is lost for good."""
+
+    key: str
+    """First digits of its hash (`fleet.api_keys.ApiKey.short`)."""
+    running: int
+    """Requests that run now."""
+    requests: int
+    """Taken on since the router's start."""
+    tokens: int
+    """Of prompts and answers since then."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouterMoves:
     """What one router did of late, for the others to count before the workers report it; numbered without
     gaps within one life of it, from 1."""
@@ -143,6 +157,8 @@ class RouterMoves:
     """`sent` is all that no report counts, as far as this router knows: nothing else of it is under way."""
     sent: tuple[Dispatch, ...]
     settled: tuple[Settled, ...]
+    keys: tuple[KeyUse, ...] = ()
+    """Those whose use has changed; if `whole`, all others run nothing there."""
 
 
 def moves_subject(fleet: str, life: str = "*") -> str:

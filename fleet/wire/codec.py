@@ -28,6 +28,7 @@ from fleet.events import (
     BlocksStored,
     Cleared,
     Dispatch,
+    KeyUse,
     KvDigest,
     KvEvent,
     KvEvents,
@@ -464,6 +465,7 @@ _shape(KvDigest, pb.KvDigest)
 _LOAD_REPORT = _shape(LoadReport, pb.LoadReport, state=MemberState)
 _shape(Dispatch, pb.Dispatch)
 _shape(Settled, pb.Settled)
+_shape(KeyUse, pb.KeyUse)
 _ROUTER_MOVES = _shape(RouterMoves, pb.RouterMoves)
 
 

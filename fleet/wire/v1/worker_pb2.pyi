@@ -1033,6 +1033,34 @@ class Settled(_message.Message):
 Global___Settled: _TypeAlias = Settled  # noqa: Y015
 
 @_typing.final
+class KeyUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    running: _builtins.int
+    requests: _builtins.int
+    tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        running: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "requests", b"requests", "running", b"running", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyUse: _TypeAlias = KeyUse  # noqa: Y015
+
+@_typing.final
 class RouterMoves(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1042,6 +1070,7 @@ class RouterMoves(_message.Message):
     WHOLE_FIELD_NUMBER: _builtins.int
     SENT_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     router: _builtins.str
     life: _builtins.str
     sequence: _builtins.int
@@ -1050,6 +1079,8 @@ class RouterMoves(_message.Message):
     def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Dispatch]: ...
     @_builtins.property
     def settled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Settled]: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyUse]: ...
     def __init__(
         self,
         *,
@@ -1059,10 +1090,11 @@ class RouterMoves(_message.Message):
         whole: _builtins.bool = ...,
         sent: _abc.Iterable[Global___Dispatch] | None = ...,
         settled: _abc.Iterable[Global___Settled] | None = ...,
+        keys: _abc.Iterable[Global___KeyUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "router", b"router", "sent", b"sent", "sequence", b"sequence", "settled", b"settled", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "life", b"life", "router", b"router", "sent", b"sent", "sequence", b"sequence", "settled", b"settled", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
