@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup up test lint types contracts drift check proto dashboards prometheus chromium bench clean
+.PHONY: setup up test lint types contracts drift check proto dashboards crds prometheus chromium bench clean
 
 setup: $(STAMP)
 
@@ -40,8 +40,11 @@ proto: setup
 dashboards: setup
 	$(BIN)/python deploy/monitoring/build.py
 
-drift: proto dashboards
-	git diff --exit-code -- fleet/wire/v1 deploy/monitoring/dashboards
+crds: setup
+	$(BIN)/python -m deploy.controller crds deploy/crds
+
+drift: proto dashboards crds
+	git diff --exit-code -- fleet/wire/v1 deploy/monitoring/dashboards deploy/crds
 
 # Prometheus and promtool, for the tests of rules and dashboards; where they cannot be had these are skipped.
 prometheus:

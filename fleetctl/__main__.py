@@ -15,6 +15,7 @@ from fleetctl.commands.doctor import doctor
 from fleetctl.commands.explain import explain, trace
 from fleetctl.commands.key import key
 from fleetctl.commands.logs import logs
+from fleetctl.commands.manifests import manifests
 from fleetctl.commands.model import model
 from fleetctl.commands.operate import drain, role, status
 from fleetctl.commands.plan import plan
@@ -82,6 +83,7 @@ for command in (
     bench,
     sim,
     plan,
+    manifests,
 ):
     main.add_command(command)
 for last in ("version", "completion"):

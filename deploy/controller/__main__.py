@@ -1,4 +1,4 @@
-"""Starts the controller: `python -m deploy.controller --help`; `… crds` prints the definitions."""
+"""Starts the controller: `python -m deploy.controller --help`; `… crds [FOLDER]` has the definitions."""
 
 from __future__ import annotations
 
@@ -58,8 +58,13 @@ async def run(life: Life, settings: ProcessSettings) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["crds"]:
-        print(to_yaml(definitions()), end="")
+    if sys.argv[1:2] == ["crds"]:
+        for definition in definitions():
+            text = to_yaml([definition])
+            if sys.argv[2:]:
+                Path(sys.argv[2], f"{definition['spec']['names']['plural']}.yaml").write_text(text)
+            else:
+                print(text, end="")
         raise SystemExit(0)
     chosen = load_or_exit(ProcessSettings, prog="python -m deploy.controller")
     run_process(lambda life: run(life, chosen))

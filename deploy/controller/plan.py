@@ -226,7 +226,7 @@ def _workers(
                     Remove(resource, live["metadata"]["name"], f"no worker of revision {name} is left")
                 )
                 continue
-        marked = _mark(draft, observed, scene, role, name, have - goal)
+        marked = _mark(draft, observed, scene, role, name, goal)
         count = goal if marked or goal >= have else have
         why = f"{role} of revision {name}: {have} → {count}; {step.why}"
         record = scene.records.get(name)
@@ -240,18 +240,16 @@ def _workers(
             draft.actions.append(Resize(resource, live["metadata"]["name"], count, why))
 
 
-def _mark(draft: _Draft, observed: Observed, scene: Scene, role: str, name: str, over: int) -> bool:
-    """True: those that are to go bear the mark, or none can."""
+def _mark(draft: _Draft, observed: Observed, scene: Scene, role: str, name: str, goal: int) -> bool:
+    """True: those that are to go bear the mark, or none can. Counted by pods, not by what the set was last
+    told: until it has let go of them the marks stay."""
     live = scene.sets.get((role, name))
     if live is None or live["kind"] == GROUPS.kind:
         return True
     stay = [one for one in scene.of_set(role, name) if not one.leaving]
     marked = [one for one in stay if one.marked]
-    # The set may not have made all pods yet: those go first that do not exist.
-    due = max(0, min(over, len(stay)) - max(0, scene.count(role, name) - len(stay)))
-    if over <= 0:
-        due = 0
-    if len(marked) == due or (over > 0 and due >= len(stay)):
+    due = max(0, len(stay) - goal)
+    if len(marked) == due or due == len(stay):
         return True
     chosen = dict(victims(stay, observed.loads, due))
     for one in stay:
@@ -259,7 +257,7 @@ def _mark(draft: _Draft, observed: Observed, scene: Scene, role: str, name: str,
             draft.actions.append(Mark(one.pod, MARKED, f"it goes first: {chosen[one.pod]}"))
         elif one.marked and one.pod not in chosen:
             draft.actions.append(Mark(one.pod, None, "it stays after all"))
-    return over <= 0
+    return due == 0
 
 
 def wants_loads(observed: Observed, now: float) -> bool:

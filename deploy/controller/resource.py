@@ -192,13 +192,11 @@ class FleetSpec(Says, frozen=True):
     image: Annotated[str, Meta(min_length=1, max_length=500, description="Of routers and workers.")]
     model: Annotated[Model, Meta(description="What is served.")]
     control: Annotated[Control, Meta(description="Where etcd and NATS are.")]
-    prefill: Annotated[Pool, Meta(description="Workers that read prompts.")] = field(default_factory=Pool)
-    decode: Annotated[Pool, Meta(description="Workers that write tokens.")] = field(default_factory=Pool)
-    router: Annotated[Routers, Meta(description="The ingress.")] = field(default_factory=Routers)
-    budget: Annotated[Budget, Meta(description="What the fleet may take.")] = field(default_factory=Budget)
-    rollout: Annotated[Rollout, Meta(description="How one revision follows another.")] = field(
-        default_factory=Rollout
-    )
+    prefill: Annotated[Pool, Meta(description="Workers that read prompts.")] = Pool()
+    decode: Annotated[Pool, Meta(description="Workers that write tokens.")] = Pool()
+    router: Annotated[Routers, Meta(description="The ingress.")] = Routers()
+    budget: Annotated[Budget, Meta(description="What the fleet may take.")] = Budget()
+    rollout: Annotated[Rollout, Meta(description="How one revision follows another.")] = Rollout()
     drain_seconds: Annotated[
         int, Meta(ge=0, le=3600, description="Longest that a leaving process may finish what runs there.")
     ] = 60
@@ -208,8 +206,8 @@ class FleetSpec(Says, frozen=True):
     image_pull_secrets: Annotated[
         list[Name], Meta(max_length=16, description="Names of Secrets to pull it with.")
     ] = field(default_factory=list)
-    monitoring: Annotated[Monitoring, Meta(description="For Prometheus.")] = field(default_factory=Monitoring)
-    network: Annotated[Network, Meta(description="Who reaches the pods.")] = field(default_factory=Network)
+    monitoring: Annotated[Monitoring, Meta(description="For Prometheus.")] = Monitoring()
+    network: Annotated[Network, Meta(description="Who reaches the pods.")] = Network()
 
     def pool(self, role: str) -> Pool:
         return self.prefill if role == "prefill" else self.decode

@@ -1,0 +1,108 @@
+"""What a CustomResourceDefinition does to an object: prunes, defaults, checks schema and rules. For tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import cel
+import jsonschema
+
+Object = dict[str, Any]
+
+
+def pruned(value: Any, schema: Object) -> Any:
+    """Without fields that the schema does not know."""
+    if isinstance(value, dict) and "properties" in schema:
+        if schema.get("x-kubernetes-preserve-unknown-fields"):
+            return value
+        return {
+            name: pruned(each, schema["properties"][name])
+            for name, each in value.items()
+            if name in schema["properties"]
+        }
+    if isinstance(value, dict) and isinstance(schema.get("additionalProperties"), dict):
+        return {name: pruned(each, schema["additionalProperties"]) for name, each in value.items()}
+    if isinstance(value, list) and "items" in schema:
+        return [pruned(each, schema["items"]) for each in value]
+    return value
+
+
+def unknown(value: Any, schema: Object, path: str = "") -> Iterator[str]:
+    """Paths that `pruned` takes out."""
+    if isinstance(value, dict) and "properties" in schema:
+        if schema.get("x-kubernetes-preserve-unknown-fields"):
+            return
+        for name, each in value.items():
+            if name not in schema["properties"]:
+                yield f"{path}.{name}".lstrip(".")
+            else:
+                yield from unknown(each, schema["properties"][name], f"{path}.{name}")
+    elif isinstance(value, list) and "items" in schema:
+        for at, each in enumerate(value):
+            yield from unknown(each, schema["items"], f"{path}[{at}]")
+
+
+def defaulted(value: Any, schema: Object) -> Any:
+    if isinstance(value, dict) and "properties" in schema:
+        value = dict(value)
+        for name, part in schema["properties"].items():
+            if name not in value and "default" in part:
+                value[name] = copy.deepcopy(part["default"])
+            if name in value:
+                if value[name] is None and "default" in part and not part.get("nullable"):
+                    value[name] = copy.deepcopy(part["default"])
+                value[name] = defaulted(value[name], part)
+        return value
+    if isinstance(value, list) and "items" in schema:
+        return [defaulted(each, schema["items"]) for each in value]
+    return value
+
+
+def faults(new: Object, old: Object | None, schema: Object) -> list[str]:
+    """As the API server words them: `spec.decode.replicas: Invalid value: …: why`."""
+    found = []
+    for error in sorted(
+        jsonschema.Draft202012Validator(_plain(schema)).iter_errors(new), key=lambda e: list(e.absolute_path)
+    ):
+        path = ".".join(str(part) for part in error.absolute_path)
+        found.append(f"{path}: Invalid value: {error.message}")
+    return found or list(_rules(new, old, schema, ""))
+
+
+def _plain(schema: Any) -> Any:
+    """JSON schema of a structural one: `nullable` is a type there."""
+    if isinstance(schema, list):
+        return [_plain(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _plain(each) for key, each in schema.items() if not key.startswith("x-kubernetes")}
+    if schema.get("nullable") is True and isinstance(schema.get("type"), str):
+        found["type"] = [schema["type"], "null"]
+    found.pop("format", None) if isinstance(schema.get("format"), str) else None
+    return found
+
+
+def _rules(new: Any, old: Any, schema: Object, path: str) -> Iterator[str]:
+    for rule in schema.get("x-kubernetes-validations", []):
+        if "oldSelf" in rule["rule"]:
+            if old is None or cel.evaluate(rule["rule"], {"self": _given(new), "oldSelf": _given(old)}):
+                continue
+        elif cel.evaluate(rule["rule"], {"self": _given(new)}):
+            continue
+        yield f"{path}{rule.get('fieldPath', '')}: Invalid value: {rule['message']}".lstrip(".")
+    if isinstance(new, dict):
+        for name, part in schema.get("properties", {}).items():
+            if new.get(name) is not None:
+                before = old.get(name) if isinstance(old, dict) else None
+                yield from _rules(new[name], before, part, f"{path}.{name}")
+
+
+def _given(value: Any) -> Any:
+    """A field that is null is one that is not there, for `has`."""
+    if isinstance(value, dict):
+        return {name: _given(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_given(each) for each in value]
+    return value
