@@ -101,7 +101,10 @@ async def _scale(
             "dry_run": dry_run,
         }
         if dry_run:
-            lines = [f"would set {said}", *(f"would drain {name}: {why}" for name, why in leaving)]
+            lines = [
+                f"would set {said}" if counts is not None else f"then {said}",
+                *(f"would drain {name}: {why}" for name, why in leaving),
+            ]
             if counts is None and before.decision is not None:
                 last = before.decision
                 lines.append(
@@ -118,8 +121,8 @@ async def _scale(
             await _wait_settled(target, registry, new, limit)
             await wait_ended(target, "", limit)
         note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
-        verb = "scaled" if wait and counts is not None else "set"
-        target.say(f"{verb} {said}{note}", **fields, settled=wait)
+        verb = "scaled" if wait else "set"
+        target.say(f"{said}{note}" if counts is None else f"{verb} {said}{note}", **fields, settled=wait)
 
 
 def _changed(old: Desired | None, counts: dict[str, int] | None, budget: int | None, advise: bool) -> Desired:

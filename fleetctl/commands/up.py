@@ -57,7 +57,8 @@ Say = Callable[[dict[str, Any]], None]
     "sets",
     multiple=True,
     metavar="[KIND:]NAME=VALUE",
-    help="A setting of the workers, such as engine.block-size=32; KIND: router, planner, prefill, decode. Repeat.",
+    help="A setting of the workers, such as engine.block-size=32; KIND: router, planner, prefill or "
+    "decode. Repeat.",
 )
 @click.option("--report-fd", type=int, hidden=True)
 def up(
