@@ -58,8 +58,15 @@ class TorchOps:
         return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
 
 
-def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
-    """The fastest that work on this device."""
+def choose_ops(dtype: torch.dtype, device: torch.device, attention: str = "auto") -> Ops:
+    """The fastest that work on this device; Triton's where that is asked for by name for attention."""
+    if attention == "triton" or device.type == "cuda":
+        try:
+            from engine.kernels.ops import TritonOps
+
+            return TritonOps()
+        except ImportError:
+            pass  # likewise
     if device.type == "cpu":
         from engine.native.library import Unusable
         from engine.native.ops import NativeOps

@@ -102,7 +102,7 @@ def cases(
     tables = torch.zeros(seqs, width, dtype=torch.int32)
     lengths = torch.ones(seqs, dtype=torch.int32)
     query = torch.empty(seqs, heads, dim, dtype=bf16)
-    split = attention.Split(8, torch.tensor([512], dtype=torch.int32))
+    split = attention.Split(8, torch.tensor([512, width], dtype=torch.int32))
     starts = torch.arange(seqs + 1, dtype=torch.int32)
     scale = dim**-0.5
     hidden = torch.empty(seqs, 4096, dtype=bf16)

@@ -27,11 +27,22 @@ def _cpu(pool: KvPool) -> tuple[Attention[Any] | None, str]:
         return None, str(why)
 
 
+def _triton(pool: KvPool) -> tuple[Attention[Any] | None, str]:
+    try:
+        from engine.attention.triton import TritonAttention
+
+        return TritonAttention(pool), "Triton kernels over the pages"
+    except ImportError:
+        return None, "triton is not installed"
+    except ValueError as why:
+        return None, str(why)
+
+
 def _gather(pool: KvPool) -> tuple[Attention[Any] | None, str]:
     return GatherAttention(pool), "plain torch"
 
 
-BACKENDS: dict[str, _Attempt] = {"cpu": _cpu, "gather": _gather}
+BACKENDS: dict[str, _Attempt] = {"cpu": _cpu, "triton": _triton, "gather": _gather}
 """In the order in which `auto` tries them; a module that needs much is imported in its attempt. The last
 one works anywhere."""
 
@@ -44,6 +55,8 @@ def choose_attention(name: str, pool: KvPool) -> Attention[Any]:
     for backend, attempt in BACKENDS.items():
         if name not in ("auto", backend):
             continue
+        if name == "auto" and backend == "triton" and pool.memory.device.type != "cuda":
+            continue  # its interpreter is for tests
         attention, why = attempt(pool)
         if attention is not None:
             log.info("attention: %s (%s)", backend, "; ".join([why, *lacks]))

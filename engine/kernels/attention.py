@@ -27,11 +27,13 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How decodes are split: into at most `parts` parts of `span` tokens (int32, `[1]`, on the device, so
-    that a captured graph follows contexts as they grow)."""
+    """How decodes are split along their contexts."""
 
     parts: int
-    span: Tensor
+    """At most."""
+    sizes: Tensor
+    """int32 `[2]` on the device, so that a captured graph follows contexts as they grow: tokens a part, and
+    entries from one sequence's block table to the next one's."""
 
 
 @triton.jit
@@ -81,9 +83,9 @@ def _visit(
 
 @triton.jit
 def _decode(
-    queries, keys, values, tables, lengths, span_at, out, sums,
+    queries, keys, values, tables, lengths, sizes, out, sums,
     q_seq, q_head, to_block, to_head, to_token, to_table, heads,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -95,8 +97,10 @@ def _decode(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     end = length
+    if SPLIT:
+        to_table = tl.load(sizes + 1)
     if PARTS > 1:
-        span = tl.load(span_at)
+        span = tl.load(sizes)
         first = first + part * span
         end = tl.minimum(first + span, length)
         if first >= length:
@@ -128,7 +132,7 @@ def _decode(
 
 @triton.jit
 def _combine(
-    partial, sums, lengths, span_at, out, heads,
+    partial, sums, lengths, sizes, out, heads,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Puts the parts of one head of one sequence together."""
@@ -137,7 +141,7 @@ def _combine(
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)
     parts, dims = tl.arange(0, LINES), tl.arange(0, WIDTH)
-    there = parts * tl.load(span_at) < length
+    there = parts * tl.load(sizes) < length
     line = (seq * heads + head) * PARTS + parts
     weight = tl.load(sums + line, mask=there, other=float("-inf"))
     most = tl.max(weight, 0)
@@ -256,19 +260,19 @@ def decode_attention(
         sums = torch.empty(seqs, heads, parts, dtype=torch.float32, device=queries.device)
     else:
         target = sums = out
-    span = split.span if split is not None else lengths
+    sizes = split.sizes if split is not None else lengths
     _decode[(parts, kv_heads, seqs)](
-        queries, view[:, 0], view[:, 1], tables, lengths, span, target, sums,
+        queries, view[:, 0], view[:, 1], tables, lengths, sizes, target, sums,
         queries.stride(0), queries.stride(1), view.stride(0), view.stride(2), view.stride(3),
         tables.stride(0), heads,
-        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, WIDTH=width,
-        TILE=shape["tile"], BLOCK_SIZE=block_size, PARTS=parts, STAGES=shape["stages"],
+        SPLIT=split is not None, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+        DIM=dim, WIDTH=width, TILE=shape["tile"], BLOCK_SIZE=block_size, PARTS=parts, STAGES=shape["stages"],
         SCALE=scale, WINDOW=window or 0, SOFT_CAP=soft_cap or 0.0, **_products(queries),
         num_warps=shape["warps"],
     )  # fmt: skip
     if parts > 1:
         _combine[(heads, seqs)](
-            target, sums, lengths, span, out, heads,
+            target, sums, lengths, sizes, out, heads,
             DIM=dim, WIDTH=width, PARTS=parts, LINES=triton.next_power_of_2(parts), WINDOW=window or 0,
             num_warps=2,
         )  # fmt: skip

@@ -101,7 +101,7 @@ def test_decode_attention(case: Case, parts: int, device: torch.device, near: Ne
     lengths = ints(given, device)
     wanted = reference.decode_attention(query, pool, 1, tables, lengths, *look)
     seen = min(max(given), case.window or 1 << 30)
-    split = Split(parts, ints([-(-seen // parts)], device))
+    split = Split(parts, ints([-(-seen // parts), tables.stride(0)], device))
     found = decode_attention(query, pool, 1, tables, lengths, *look, split=split)
     near(found, wanted)
     assert not found[4].any(), "padding"
@@ -121,15 +121,18 @@ def test_chunk_attention(case: Case, device: torch.device, near: Near) -> None:
     near(chunk_attention(query, pool, 1, tables, starts, lengths, *look), wanted)
 
 
-def test_a_graph_reads_the_span_where_it_lies(device: torch.device, near: Near) -> None:
+def test_a_graph_reads_sizes_where_they_lie(device: torch.device, near: Near) -> None:
     case = SMALL[0]
     pool, tables = world(case, [60, 20], device)
     query, lengths = queries_of(case, 2, device), ints([60, 20], device)
     wanted = reference.decode_attention(query, pool, 1, tables, lengths, 0.25)
-    span = ints([60], device)
-    for tokens in (60, 16, 32):
-        span.fill_(tokens)
-        near(decode_attention(query, pool, 1, tables, lengths, 0.25, split=Split(4, span)), wanted)
+    sizes, room = ints([0, 0], device), torch.zeros(100, dtype=torch.int32, device=device)
+    for tokens, width in ((60, 6), (16, 9), (32, 4)):
+        sizes.copy_(ints([tokens, width], device))
+        for row, table in enumerate(tables):
+            room[row * width : row * width + 4] = table[:4]
+        found = decode_attention(query, pool, 1, room.view(2, -1), lengths, 0.25, split=Split(4, sizes))
+        near(found, wanted)
 
 
 @given(
