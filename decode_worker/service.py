@@ -7,6 +7,8 @@ import contextlib
 import logging
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from engine.borrowing import Borrowing
 from engine.intake import Intake
 from engine.loop import Engine
@@ -123,7 +125,7 @@ class DecodeService:
             generated = await first
             # Not before: a prompt that was given up ends its lease, too.
             self._lacking(stream, error)
-            ready = await self._intake.constrained(stream, replace(new, generated=generated))
+            ready = await self._intake.constrained(stream, structs.replace(new, generated=generated))
             if ready is None:
                 self._engine.cancel(new.id)
             else:

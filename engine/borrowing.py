@@ -9,8 +9,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from engine.intake import Intake
 from engine.loop import Engine

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.loop import Engine
 from engine.words import NewSequence

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from fleet.block_hash import HashKeys
@@ -42,8 +43,7 @@ class Matcher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSequence(Struct, frozen=True):
     """A sequence to be continued. Roles are data: the flags below are all the engine knows of them."""
 
     id: str
@@ -65,8 +65,7 @@ class NewSequence:
     they stay until `Engine.release(id)`, however the sequence ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(Struct, frozen=True):
     """Blocks of a `fill` sequence. `blocks[:cached]` hold their KV already; the rest wait to be filled."""
 
     id: str
@@ -78,8 +77,7 @@ class Reservation:
     first token comes with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Struct, frozen=True):
     """One new token of a sequence."""
 
     id: str
@@ -87,8 +85,7 @@ class Drawn:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(Struct, frozen=True):
     """Log-probabilities of prompt tokens from position `start` on; each position is told once, in order."""
 
     id: str
@@ -96,8 +93,7 @@ class Scored:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """A `lend` sequence whose prompt is not whole yet: its blocks so far that never change any more."""
 
     id: str
@@ -105,8 +101,7 @@ class Ready:
     """The first of its block table, all of them full; the next time there are more, never others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True):
     """A `hold` sequence is computed: its blocks stay until released. Its `Drawn` is in the same step."""
 
     id: str
@@ -118,8 +113,7 @@ class Held:
     """Set when the drawn token ends the sequence anyway."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     id: str
     finish: FinishReason
     prompt_tokens: int
@@ -130,8 +124,7 @@ class Finished:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(Struct, frozen=True):
     """All that happened in one step, in order: started, scored, drawn, ready, held, finished; and what
     changed in the cache."""
 
@@ -145,8 +138,7 @@ class StepReport:
     ready: tuple[Ready, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """One sequence's part of a step: tokens `[start, start + len(tokens))` are computed.
 
     The runner writes their KV to the blocks of `blocks` and reads all KV before them.
@@ -171,21 +163,19 @@ class Chunk:
     """Given where a draw has to obey it. The runner asks it, and changes nothing in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """One step: decodes and prompt chunks together, at most one chunk a sequence."""
 
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchResult:
+class BatchResult(Struct, frozen=True):
     """One entry a chunk; None where nothing was to be drawn, or where a matcher allows no token at all."""
 
     tokens: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] = field(default=())
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Empty when no chunk asked."""
-    scores: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """One entry a chunk, as long as its `targets`; empty when no chunk has any."""
 
 

@@ -5,12 +5,16 @@ Of a long prompt the KV goes over while it is computed:
 `PrefillJob → Lent → DecodeJob → Prefilled → Proceed → Token… → Ended`.
 A stream number names a request on one session; the router chooses it and never uses it twice.
 Durations cross the wire, never instants.
+
+What is made for each token or request is a `Struct`: frozen like a dataclass, made in a tenth of its time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from fleet.ids import Incarnation, LeaseId, WorkerId
 from fleet.request import FinishReason, Request, TokenLogprobs, Usage
@@ -49,8 +53,7 @@ class Holder:
     """What it is expected to take to compute those that are lacking; bringing them must not take longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillJob:
+class PrefillJob(Struct, frozen=True):
     """Compute the prompt, draw one token, keep the KV under a lease."""
 
     stream: int
@@ -61,8 +64,7 @@ class PrefillJob:
     """Whom to ask for the beginning, instead of computing it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeJob:
+class DecodeJob(Struct, frozen=True):
     """Continue a request whose first tokens are `generated`. Without a ticket, compute all KV here.
 
     With a ticket and no tokens the prompt is still being computed: reserve room, bring its KV as it becomes
@@ -77,8 +79,7 @@ class DecodeJob:
     """Without a ticket: whom to ask for the beginning, instead of computing it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proceed:
+class Proceed(Struct, frozen=True):
     """The first tokens of a stream whose `DecodeJob` came without any: the prompt is computed."""
 
     stream: int
@@ -95,23 +96,20 @@ class CancelReason(StrEnum):
     """The request goes on elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True):
     """End a stream now, wherever it is; idempotent, answered by `Ended` if the stream still ran."""
 
     stream: int
     reason: CancelReason
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Struct, frozen=True):
     """The leased KV is no longer wanted; idempotent. Said to prefill on every terminal path."""
 
     lease: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(Struct, frozen=True):
     """The leased KV is still wanted: the router waits for a decode worker that can take it."""
 
     lease: LeaseId
@@ -120,8 +118,7 @@ class Renew:
 ToWorker = PrefillJob | DecodeJob | Proceed | Cancel | Release | Renew
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Struct, frozen=True):
     """The first tokens of a stream were scheduled; or its KV came. Feeds the timeline."""
 
     stream: int
@@ -129,8 +126,7 @@ class Started:
     """A `Stage` value: prefill_started, pull_started, pull_ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(Struct, frozen=True):
     """Log-probabilities of prompt tokens, as a step computed them: said before the first token."""
 
     stream: int
@@ -139,8 +135,7 @@ class Scored:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
+class Lent(Struct, frozen=True):
     """A part of the prompt's KV is final and can be pulled, and more will be; once a stream at most.
 
     The ticket is that of the `Prefilled` to come, unless nobody reads the KV any more by then. Until
@@ -151,8 +146,7 @@ class Lent:
     ticket: KvTicket
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(Struct, frozen=True):
     """The prompt is computed; the first token; where its KV waits (None: the request ended with it).
 
     The last word on a prefill stream that goes well: no `Ended` follows.
@@ -167,15 +161,13 @@ class Prefilled:
     """Set when the first token was also the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(Struct, frozen=True):
     stream: int
     token: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """The last word on a stream; exactly one each, unless the session itself broke."""
 
     stream: int
@@ -188,8 +180,7 @@ class Ended:
     """Seconds after which to come back, where the error is `Overloaded`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """All that one engine step has to say to one router; sent as one message.
 
     Order within: started, scored, lent, prefilled, tokens, ended.

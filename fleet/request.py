@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from fleet.ids import RequestId
 
@@ -83,18 +85,16 @@ class FinishReason(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens whose KV was found, not computed, on the worker that prefilled."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True):
     """Log-probabilities at one position, natural log, after temperature-free softmax of the raw logits."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = field(default=())
+    top: tuple[tuple[int, float], ...] = ()
     """(token, logprob) of the most likely tokens, best first."""

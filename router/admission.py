@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from msgspec import Struct
+
 from fleet.errors import Overloaded
 from fleet.ids import RequestId
 from fleet.request import Request
@@ -35,8 +37,7 @@ class Act(StrEnum):
     REFUSE = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     act: Act
     why: str
     ttft_s: float | None = None

@@ -7,7 +7,8 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from fleet.errors import FleetError, WorkerLost
 from fleet.handoff import (

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from msgspec import Struct
+
 from fleet.ids import RequestId, WorkerId
 from fleet.stages import Stage
 from router.cost import Considered
@@ -45,8 +47,7 @@ _NEXT: dict[HandoffState, frozenset[HandoffState]] = {
 """Back to READY: the decode worker was lost, the lease stands. Back to RESERVED: all is computed again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(Struct, frozen=True):
     state: HandoffState
     at: float
     """Seconds since the request was accepted."""

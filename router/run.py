@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from fleet.handoff import CancelReason
 from fleet.ids import WorkerId
 from fleet.objectives import Objectives
@@ -13,8 +15,7 @@ from fleet.request import FinishReason, Request, TokenLogprobs, Usage
 from fleet.stages import Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class RunToken:
+class RunToken(Struct, frozen=True):
     """The next token of the answer, end tokens included; never one twice, whatever failed behind it."""
 
     token: int
@@ -23,8 +24,7 @@ class RunToken:
     """With the first token, where they were asked for: of each token of the prompt but the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnd:
+class RunEnd(Struct, frozen=True):
     """The last event of a run that ended well: STOP or LENGTH, or CANCELLED after `Run.stop`."""
 
     finish: FinishReason

@@ -6,12 +6,13 @@ import math
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fleet.events import (
     BlocksDropped,
@@ -119,7 +120,9 @@ FINISH = st.sampled_from(FinishReason)
 TO_WORKER = st.one_of(
     st.builds(PrefillJob, COUNT, REQUEST, st.booleans(), st.none() | HOLDER),
     st.builds(DecodeJob, COUNT, REQUEST, COUNTS, st.none() | TICKET, st.none() | HOLDER),
-    st.from_type(Cancel).map(lambda cancel: replace(cancel, stream=abs(cancel.stream) % NUMBER_LIMIT)),
+    st.from_type(Cancel).map(
+        lambda cancel: structs.replace(cancel, stream=abs(cancel.stream) % NUMBER_LIMIT)
+    ),
     st.builds(Release, TEXT),
     st.builds(Proceed, COUNT, COUNTS),
     st.builds(Renew, TEXT),
@@ -248,7 +251,7 @@ def test_strategies_draw_every_field() -> None:
     drawn |= {Lent: 2, Proceed: 2, Renew: 1, Holder: 6}
     drawn |= {RouterMoves: 6, Dispatch: 5, Settled: 2}
     drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
-    assert {word: len(fields(word)) for word in drawn} == drawn
+    assert {word: len(word.__match_args__) for word in drawn} == drawn
 
 
 def test_unknown_is_not_zero() -> None:
