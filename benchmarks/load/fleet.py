@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlparse
 
 from benchmarks.load.client import Heard, stream
@@ -49,6 +50,13 @@ def fleet(
     prefill: int, decode: int, settings: list[str], model: str = "smollm2"
 ) -> Iterator[tuple[str, str]]:
     """A fleet of its own on free ports; yields its base URL and model."""
+    with started(prefill, decode, settings, model) as said:
+        yield said["url"], said["model"]
+
+
+@contextmanager
+def started(prefill: int, decode: int, settings: list[str], model: str) -> Iterator[dict[str, Any]]:
+    """Likewise; yields all that `fleetctl up` said."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fleetctl"]
         place = ["--fleet", "bench", "--state-dir", folder, "--json"]
@@ -70,8 +78,7 @@ def fleet(
         if up.returncode:
             raise SystemExit(f"the fleet did not come up:\n{up.stdout}{up.stderr}")
         try:
-            said = json.loads(up.stdout)
-            yield said["url"], said["model"]
+            yield json.loads(up.stdout)
         finally:
             subprocess.run([*command, "down", *place], capture_output=True, check=False)
 

@@ -1,4 +1,5 @@
-"""A frontend over workers that cost nothing: requests/s, streamed tokens/s, serial latency, from outside.
+"""A frontend over workers that cost nothing: requests/s, streamed tokens/s, serial latency, from outside; and
+the processor time of each kind of process, which tells something also where others use the machine.
 
 Without `--url` it starts a fleet of latency-model workers. With it, it measures that server, so that another
 system's frontend over its own mock workers does the same work in the same run.
@@ -9,13 +10,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import uvloop
 
-from benchmarks.load.fleet import fleet
+from benchmarks.load.fleet import started
 from benchmarks.report import emit
 
 WORKERS = ["engine.max-batch=64", f"engine.kv-memory-bytes={16384 * 128}"]
@@ -88,6 +94,38 @@ class Frontend:
         return min(events, count * tokens) / seconds
 
 
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Processor:
+    """What processes have used, by kind, and this one as the client. Seconds of one core; Linux only."""
+
+    def __init__(self, processes: Mapping[str, Sequence[int]]) -> None:
+        self._processes = processes
+        self._before = self._used()
+
+    def _used(self) -> dict[str, float]:
+        used = {"client": time.process_time()}
+        for kind, pids in self._processes.items():
+            used[kind] = 0.0
+            for pid in pids:
+                figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                used[kind] += _TICK_S * (int(figures[11]) + int(figures[12]))
+        return used
+
+    def since(self, units: float) -> dict[str, float]:
+        """Microseconds a unit since it was made, by kind, rounded."""
+        return {
+            f"{kind}_us": round((now - self._before[kind]) / units * 1e6, 1)
+            for kind, now in self._used().items()
+        }
+
+
+def _kind_and_pids(given: str) -> tuple[str, list[int]]:
+    kind, _, pids = given.partition("=")
+    return kind, [int(pid) for pid in pids.split(",")]
+
+
 async def _answer(reader: asyncio.StreamReader) -> None:
     status = int((await reader.readline()).split()[1])
     length = None
@@ -106,32 +144,56 @@ async def _answer(reader: asyncio.StreamReader) -> None:
             raise SystemExit(f"status {status}: {data[:300]!r}")
 
 
+def _processes(said: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of a fleet that was just started."""
+    place = ["--fleet", said["fleet"], "--state-dir", said["state_dir"], "--json"]
+    command = [sys.executable, "-m", "fleetctl", "status", *place]
+    status = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return {
+        "router": [router["pid"] for router in status["routers"]],
+        "workers": [worker["pid"] for worker in status["workers"]],
+        "bus": [status["nats"]["pid"]],
+    }
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks load/frontend", description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--url")
     parser.add_argument("--model", default="")
     parser.add_argument("--name", default="peer", help="what to call the server of --url in the output")
+    parser.add_argument(
+        "--process",
+        action="append",
+        default=[],
+        type=_kind_and_pids,
+        metavar="KIND=PID,PID",
+        help="whose processor time to tell, of the server of --url; several times",
+    )
     given = parser.parse_args(argv)
     scale = 4 if given.quick else 1
 
-    def measure(url: str, model: str, name: str) -> None:
+    def measure(url: str, model: str, name: str, processes: Mapping[str, Sequence[int]]) -> None:
         frontend = Frontend(url, model)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(frontend.whole(200, 8))
             for clients in (1, 32):
-                rate, took = runner.run(frontend.whole(2000 // scale // (3 if clients == 1 else 1), clients))
-                emit(f"{name}/requests_s", "requests/s", [rate], clients=clients)
+                count = 2000 // scale // (3 if clients == 1 else 1)
+                processor = Processor(processes)
+                rate, took = runner.run(frontend.whole(count, clients))
+                emit(f"{name}/requests_s", "requests/s", [rate], clients=clients, **processor.since(count))
                 emit(f"{name}/request", "s", took, clients=clients)
             runner.run(frontend.streams(32, 16, 32))
-            rate = runner.run(frontend.streams(512 // scale, 64, 128))
-            emit(f"{name}/streamed_tokens_s", "tokens/s", [rate], clients=64, tokens=128)
+            processor, count = Processor(processes), 512 // scale
+            rate = runner.run(frontend.streams(count, 64, 128))
+            used = processor.since(count * 128)
+            emit(f"{name}/streamed_tokens_s", "tokens/s", [rate], clients=64, tokens=128, **used)
 
     if given.url:
-        measure(given.url, given.model, given.name)
+        measure(given.url, given.model, given.name, dict(given.process))
         return
-    with fleet(0, 4, WORKERS, model="latency") as (url, model):
-        measure(url, model, "frontend")
+    with started(0, 4, WORKERS, model="latency") as said:
+        measure(said["url"], said["model"], "frontend", _processes(said))
 
 
 if __name__ == "__main__":
