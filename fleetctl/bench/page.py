@@ -58,15 +58,15 @@ pre { background: var(--card); border-radius: 10px; padding: 14px 16px; overflow
 
 def run_page(report: Mapping[str, Any], plan: Plan, records: Sequence[Record]) -> str:
     """Of one run."""
-    return _page(
+    return page(
         "Load test",
         report,
         [
             _run_cards(report),
             _remarks(report),
-            f'<h2>Latency and load</h2><div class="plots">{"".join(_run_plots(plan, records))}</div>',
+            f'<h2>Latency and load</h2><div class="plots">{"".join(run_plots(plan, records))}</div>',
             "<h2>By class</h2>",
-            _class_table(report),
+            class_table(report),
             _error_table(report),
         ],
     )
@@ -74,7 +74,7 @@ def run_page(report: Mapping[str, Any], plan: Plan, records: Sequence[Record]) -
 
 def find_page(report: Mapping[str, Any], trials: Sequence[Trial]) -> str:
     """Of a search for the highest rate."""
-    return _page(
+    return page(
         "Highest rate",
         report,
         [
@@ -87,7 +87,8 @@ def find_page(report: Mapping[str, Any], trials: Sequence[Trial]) -> str:
     )
 
 
-def _page(title: str, report: Mapping[str, Any], parts: Sequence[str]) -> str:
+def page(title: str, report: Mapping[str, Any], parts: Sequence[str]) -> str:
+    """A whole one: a title, its parts, the settings."""
     server = report.get("server", {})
     about = " · ".join(
         escape(str(one)) for one in (server.get("url"), server.get("model"), report.get("began")) if one
@@ -102,7 +103,7 @@ def _page(title: str, report: Mapping[str, Any], parts: Sequence[str]) -> str:
     )
 
 
-def _card(name: str, value: str, kind: str = "") -> str:
+def card(name: str, value: str, kind: str = "") -> str:
     return f'<div class="card"><span>{escape(name)}</span><b class="{kind}">{escape(value)}</b></div>'
 
 
@@ -111,19 +112,19 @@ def _run_cards(report: Mapping[str, Any]) -> str:
     judged_count, ends = report["requests"]["judged"], report["requests"]["ends"]
     failed = judged_count - ends.get("finished", 0)
     cards = [
-        _card("goodput", f"{figures['goodput']:g}/s" if "goodput" in figures else "–"),
-        _card("attainment", _share(figures.get("attainment"))),
-        _card("requests judged", f"{judged_count}"),
-        _card("not finished", f"{failed}", "bad" if failed else "good"),
-        _card("TTFT p50 / p99", _pair(figures.get("ttft_ms"))),
-        _card("TPOT p50 / p99", _pair(figures.get("tpot_ms"))),
+        card("goodput", f"{figures['goodput']:g}/s" if "goodput" in figures else "–"),
+        card("attainment", share(figures.get("attainment"))),
+        card("requests judged", f"{judged_count}"),
+        card("not finished", f"{failed}", "bad" if failed else "good"),
+        card("TTFT p50 / p99", pair(figures.get("ttft_ms"))),
+        card("TPOT p50 / p99", pair(figures.get("tpot_ms"))),
     ]
     if "output_per_s" in tokens:
-        cards.append(_card("output tokens", f"{tokens['output_per_s']:g}/s"))
+        cards.append(card("output tokens", f"{tokens['output_per_s']:g}/s"))
     lag = report["generator"]["lag_ms"]
     if lag:
         kind = "good" if report["generator"]["kept_up"] else "bad"
-        cards.append(_card("generator's lag p99", f"{lag['p99']:.2g} ms", kind))
+        cards.append(card("generator's lag p99", f"{lag['p99']:.2g} ms", kind))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
@@ -132,12 +133,12 @@ def _find_cards(report: Mapping[str, Any]) -> str:
     rate = found.get("rate")
     at = found.get("figures") or {}
     cards = [
-        _card("highest rate that passes", f"{rate:.4g}/s" if rate else "none", "good" if rate else "bad"),
-        _card("lowest rate that fails", f"{found['failed']:.4g}/s" if "failed" in found else "–"),
-        _card("target", _share(found["target"])),
-        _card("goodput there", f"{at['goodput']:g}/s" if "goodput" in at else "–"),
-        _card("TTFT p50 / p99 there", _pair(at.get("ttft_ms"))),
-        _card("TPOT p50 / p99 there", _pair(at.get("tpot_ms"))),
+        card("highest rate that passes", f"{rate:.4g}/s" if rate else "none", "good" if rate else "bad"),
+        card("lowest rate that fails", f"{found['failed']:.4g}/s" if "failed" in found else "–"),
+        card("target", share(found["target"])),
+        card("goodput there", f"{at['goodput']:g}/s" if "goodput" in at else "–"),
+        card("TTFT p50 / p99 there", pair(at.get("ttft_ms"))),
+        card("TPOT p50 / p99 there", pair(at.get("tpot_ms"))),
     ]
     return f'<div class="cards">{"".join(cards)}</div><p class="soft">Ended: {escape(found["why"])}.</p>'
 
@@ -150,7 +151,8 @@ def _remarks(report: Mapping[str, Any]) -> str:
     return "".join(f'<p class="remark">{escape(one)}</p>' for one in said)
 
 
-def _run_plots(plan: Plan, records: Sequence[Record]) -> list[str]:
+def run_plots(plan: Plan, records: Sequence[Record]) -> list[str]:
+    """Of one run: how latencies are distributed, and how it went over time."""
     counted = judged(plan, records)
     names = sorted({record.service_class for record, _ in counted})
     plots = []
@@ -210,16 +212,16 @@ def _find_plots(report: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]
     rate = Axis("rate, requests/s")
     rates = sorted({one.rate for one in trials})
     single = [(one.rate, one.attainment) for one in trials if one.attainment is not None]
-    together = [(at, share) for at in rates if (share := _attainment(trials, at)) is not None]
+    together = [(at, part) for at in rates if (part := _attainment(trials, at)) is not None]
     plots = [
         plot(
             "Goodput: rate × attainment",
             rate,
             Axis("attaining requests/s"),
             [
-                Series("all runs at a rate", [(at, at * share) for at, share in together]),
+                Series("all runs at a rate", [(at, at * part) for at, part in together]),
                 Series("all that is asked", [(0.0, 0.0), (rates[-1], rates[-1])] if rates else []),
-                Series("one run", [(at, at * share) for at, share in single], line=False, marks=True),
+                Series("one run", [(at, at * part) for at, part in single], line=False, marks=True),
             ],
         ),
         plot(
@@ -230,7 +232,7 @@ def _find_plots(report: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]
                 Series("all runs at a rate", together),
                 Series("one run", single, line=False, marks=True),
             ],
-            [Rule(f"target {_share(report['found']['target'])}", report["found"]["target"])],
+            [Rule(f"target {share(report['found']['target'])}", report["found"]["target"])],
         ),
     ]
     for name in ("ttft", "tpot"):
@@ -259,7 +261,7 @@ def _longest_runs(trials: Sequence[Trial]) -> list[Trial]:
     return [best[rate] for rate in sorted(best)]
 
 
-def _class_table(report: Mapping[str, Any]) -> str:
+def class_table(report: Mapping[str, Any]) -> str:
     rows = []
     classes = dict(report["classes"])
     if len(classes) > 1:
@@ -270,7 +272,7 @@ def _class_table(report: Mapping[str, Any]) -> str:
             figures["attained"],
             figures["missed"],
             figures["uncounted"],
-            _share(figures.get("attainment")),
+            share(figures.get("attainment")),
             figures.get("goodput", "–"),
             *(_triple(figures.get(f"{key}_ms")) for key in ("ttft", "tpot", "itl", "e2e")),
             ", ".join(f"{reason} {count}" for reason, count in figures["missed_by"].items()) or "–",
@@ -279,14 +281,14 @@ def _class_table(report: Mapping[str, Any]) -> str:
     counts = ("class", "attained", "missed", "uncounted", "attainment", "goodput /s")
     titles = (*counts, "TTFT ms", "TPOT ms", "ITL ms", "E2E ms", "missed by")
     note = '<p class="soft">Milliseconds: p50 / p90 / p99.</p>'
-    return _table(titles, rows) + note
+    return html_table(titles, rows) + note
 
 
 def _error_table(report: Mapping[str, Any]) -> str:
     if not report["errors"]:
         return ""
     rows = [[kind, row["count"], row["first"]] for kind, row in report["errors"].items()]
-    return "<h2>Errors</h2>" + _table(("kind", "count", "the first said"), rows, text=2)
+    return "<h2>Errors</h2>" + html_table(("kind", "count", "the first said"), rows, text=2)
 
 
 def _trial_table(trials: Sequence[Trial]) -> str:
@@ -296,7 +298,7 @@ def _trial_table(trials: Sequence[Trial]) -> str:
             f"{one.rate:.4g}",
             one.attained,
             one.missed,
-            _share(one.attainment),
+            share(one.attainment),
             "–" if one.goodput is None else f"{one.goodput:g}",
             _triple(one.facts.get("ttft_ms")),
             _triple(one.facts.get("tpot_ms")),
@@ -305,10 +307,10 @@ def _trial_table(trials: Sequence[Trial]) -> str:
         for number, one in enumerate(trials, 1)
     ]
     titles = ("run", "rate /s", "attained", "missed", "attainment", "goodput /s", "TTFT ms", "TPOT ms")
-    return _table((*titles, "generator kept up"), rows)
+    return html_table((*titles, "generator kept up"), rows)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[object]], text: int | None = None) -> str:
+def html_table(titles: Sequence[str], rows: Sequence[Sequence[object]], text: int | None = None) -> str:
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = "".join(
         "<tr>"
@@ -322,11 +324,11 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[object]], text: int | 
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _pair(figures: Mapping[str, float] | None) -> str:
+def pair(figures: Mapping[str, float] | None) -> str:
     return "–" if figures is None else f"{_short(figures['p50'])} / {_short(figures['p99'])} ms"
 
 

@@ -57,22 +57,10 @@ def live(snapshot: Snapshot | None, duration_s: float | None, title: str) -> Ren
 
 def figures(report: Mapping[str, Any]) -> RenderableType:
     """The end of a run."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for title in ("class", "attained", "missed", "attainment", "goodput", "TTFT ms", "TPOT ms", "ITL ms"):
-        table.add_column(title, justify="left" if title == "class" else "right", no_wrap=True)
     rows = dict(report["classes"])
     if len(rows) != 1:
         rows["all"] = report["all"]
-    for name, row in rows.items():
-        table.add_row(
-            name,
-            str(row["attained"]),
-            str(row["missed"]),
-            _attainment(row.get("attainment")),
-            f"{row['goodput']:g}/s" if "goodput" in row else "–",
-            *(_triple(row.get(f"{key}_ms")) for key in ("ttft", "tpot", "itl")),
-        )
-    parts: list[RenderableType] = [table, Text("TTFT, TPOT, ITL: p50 / p90 / p99", style="dim")]
+    parts = class_tables(rows)
     missed = report["all"]["missed_by"]
     if missed:
         parts.append(Text("missed by " + ", ".join(f"{reason} {count}" for reason, count in missed.items())))
@@ -103,22 +91,42 @@ def figures(report: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
+def class_tables(rows: Mapping[str, Mapping[str, Any]]) -> list[RenderableType]:
+    """Figures by class, as `fleetctl.bench.report` makes them: counts, and below them latencies, so that both
+    fit 80 columns."""
+    counts = lean_table("class", "attained", "missed", "attainment", "goodput")
+    latencies = lean_table("ms, p50 / p90 / p99", "TTFT", "TPOT", "ITL")
+    for name, row in rows.items():
+        goodput = f"{row['goodput']:.4g}/s" if "goodput" in row else "–"
+        share = _attainment(row.get("attainment"))
+        counts.add_row(name, f"{row['attained']:,}", f"{row['missed']:,}", share, goodput)
+        latencies.add_row(name, *(_triple(row.get(f"{key}_ms")) for key in ("ttft", "tpot", "itl")))
+    return [counts, Text(), latencies, Text()]
+
+
+def lean_table(*titles: str) -> Table:
+    """Without lines; the first column to the left, numbers to the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
 def trials(done: Sequence[Trial], why: str) -> RenderableType:
     """The runs of a search so far, and what comes next."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for title in ("rate", "attained", "missed", "attainment", "goodput", "TTFT ms", "TPOT ms"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = lean_table("rate", "attained", "missed", "attainment", "goodput", "TTFT ms", "TPOT ms")
     for one in done:
         table.add_row(
             f"{one.rate:.4g}/s",
             str(one.attained),
             str(one.missed),
             _attainment(one.attainment),
-            "–" if one.goodput is None else f"{one.goodput:g}/s",
-            _triple(one.facts.get("ttft_ms")),
-            _triple(one.facts.get("tpot_ms")),
+            "–" if one.goodput is None else f"{one.goodput:.4g}/s",
+            pair(one.facts.get("ttft_ms")),
+            pair(one.facts.get("tpot_ms")),
         )
-    return Group(*([table] if done else []), Text(why, style="cyan"))
+    note = [Text("TTFT, TPOT: p50 / p99", style="dim")] if done else []
+    return Group(*([table] if done else []), *note, Text(why, style="cyan"))
 
 
 def _attainment(share: float | None) -> Text:
@@ -131,6 +139,11 @@ def _spread(percentiles: Percentiles | None) -> str:
     if percentiles is None:
         return "–"
     return f"{_short(percentiles.p50 * 1e3)} / {_short(percentiles.p99 * 1e3)} ms"
+
+
+def pair(row: Mapping[str, float] | None) -> str:
+    """p50 / p99."""
+    return "–" if row is None else f"{_short(row['p50'])} / {_short(row['p99'])}"
 
 
 def _triple(row: Mapping[str, float] | None) -> str:

@@ -110,6 +110,12 @@ JUDGED = (
         help="What is due before this is asked and not judged.",
     ),
 )  # fmt: skip
+HTML = (
+    click.option(
+        "--html", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
+        help="Writes a report with plots there.",
+    ),
+)  # fmt: skip
 _RULES = (
     *JUDGED,
     click.option("--natural-end", is_flag=True, help="Answers may end before their length."),
@@ -118,10 +124,7 @@ _RULES = (
         show_default=True, metavar="MS",
         help="Lag of the generator (p99) above which a run says that it is not to be trusted.",
     ),
-    click.option(
-        "--html", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
-        help="Writes a report with plots there.",
-    ),
+    *HTML,
 )  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def bench(target: Target, html: Path | None, records: Path | None, **given: Any)
     if context.invoked_subcommand is not None:
         _none_given(context)
         return
-    _check_writable(html, records)
+    check_writable(html, records)
     server, probe, words, plan = _prepare(target, given)
     with _Screen(target.as_json) as screen:
         sends_s = plan.source.shape.duration_s
@@ -237,7 +240,7 @@ def find(target: Target, html: Path | None, **given: Any) -> None:
         given["tolerance"],
         given["runs"],
     )
-    _check_writable(html)
+    check_writable(html)
     server, probe, words, plan = _prepare(target, given)
     natural = _natural_rate(plan.source) if plan.source.trace else None
     search, interrupted = Search(settings), ""
@@ -294,7 +297,7 @@ def _none_given(context: click.Context) -> None:
             )
 
 
-def _check_writable(*paths: Path | None) -> None:
+def check_writable(*paths: Path | None) -> None:
     """Before the work, not after it."""
     for path in paths:
         if path is not None and not path.parent.is_dir():

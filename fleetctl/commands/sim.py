@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleet.errors import BadRequest
-from fleetctl.commands.bench import JUDGED, RATE, WORKLOAD, options, plan_of
+from fleetctl.commands.bench import HTML, JUDGED, RATE, WORKLOAD, check_writable, options, plan_of
 from fleetctl.options import Target, fleet_options
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ FLEET = (
 
 @click.command()
 @fleet_options(etcd=False)
-@options(DEVICE, FLEET, RATE, WORKLOAD, JUDGED)
-def sim(target: Target, records: Path | None, **given: Any) -> None:
+@options(DEVICE, FLEET, RATE, WORKLOAD, JUDGED, HTML)
+def sim(target: Target, html: Path | None, records: Path | None, **given: Any) -> None:
     """Play a workload on a fleet that is not there, and say how many requests met their objectives.
 
     The router, the services and the schedulers that serve run in virtual time; only how long a step takes is
@@ -84,8 +84,7 @@ def sim(target: Target, records: Path | None, **given: Any) -> None:
     from fleetctl.sim.play import simulate
     from fleetctl.sim.report import report, table
 
-    if records is not None and not records.parent.is_dir():
-        raise BadRequest(f"{records} cannot be written: there is no folder {records.parent}")
+    check_writable(html, records)
     try:
         plan = plan_of({**given, "lag_limit_ms": 1.0})
         setup = setup_of(given, plan)
@@ -99,14 +98,19 @@ def sim(target: Target, records: Path | None, **given: Any) -> None:
     if records is not None:
         records.write_text("".join(json.dumps(one.as_dict()) + "\n" for one in played.asked))
     said = {**report(setup, played), "workload": plan.as_dict()}
+    if html is not None:
+        from fleetctl.sim.page import sim_page
+
+        html.write_text(sim_page(said, plan, played), encoding="utf-8")
     if target.as_json:
         target.say("", **said)
         return
     from fleetctl.view import terminal
 
     terminal().print(table(said))
-    if records is not None:
-        click.echo(f"written: {records}")
+    for path in (html, records):
+        if path is not None:
+            click.echo(f"written: {path}")
 
 
 def setup_of(given: Mapping[str, Any], plan: Plan) -> Setup:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fleetctl.bench.plan import objectives_dict
+from fleetctl.bench.view import lean_table, pair
 from fleetctl.sim.advice import Arrangement, advise, nothing
 from fleetctl.sim.planning import Planning
 from fleetctl.sim.search import Trial
@@ -125,7 +125,7 @@ def table(said: Mapping[str, Any]) -> RenderableType:
 
 
 def _searched(said: Mapping[str, Any]) -> list[RenderableType]:
-    made = _table("workers", "GPUs", "steps", "attained", "goodput", "TTFT ms", "TPOT ms")
+    made = lean_table("workers", "GPUs", "steps", "attained", "goodput", "TTFT ms", "TPOT ms")
     least, good, bad = said["target"], "green", "red"
     for search in said["searches"]:
         for trial in search["trials"]:
@@ -136,7 +136,7 @@ def _searched(said: Mapping[str, Any]) -> list[RenderableType]:
                 str(search["step_tokens"]),
                 Text(f"{trial['attainment']:.1%}", style=good if trial["attainment"] >= least else bad),
                 f"{trial['goodput']:.3g}/s" if "goodput" in trial else "–",
-                *(_pair(trial.get(f"{key}_ms")) for key in ("ttft", "tpot")),
+                *(pair(trial.get(f"{key}_ms")) for key in ("ttft", "tpot")),
                 style="bold" if chosen else "",
             )  # fmt: skip
     run = said["simulated"]
@@ -146,7 +146,7 @@ def _searched(said: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _estimates(said: Mapping[str, Any]) -> RenderableType:
-    made = _table("by the work alone", "GPUs", "of a worker", "steps", "attain alone")
+    made = lean_table("by the work alone", "GPUs", "of a worker", "steps", "attain alone")
     for one in said["estimate"]:
         if "least_gpus" in one:
             shape = {"prefill": one["least_prefill"], "decode": one["least_decode"]}
@@ -158,7 +158,7 @@ def _estimates(said: Mapping[str, Any]) -> RenderableType:
 
 
 def _crossing(said: Mapping[str, Any]) -> RenderableType:
-    made = _table("GPUs by the work alone", *(f"{row['rate']:.3g}/s" for row in said["crossing"]))
+    made = lean_table("GPUs by the work alone", *(f"{row['rate']:.3g}/s" for row in said["crossing"]))
     for name in ("apart", "aggregated"):
         made.add_row(name, *(str(row.get(name, "–")) for row in said["crossing"]))
     return made
@@ -184,18 +184,3 @@ def _shape(trial: Mapping[str, Any]) -> str:
 def _kind(search: Mapping[str, Any]) -> str:
     kind = "apart" if search["apart"] else f"aggregated, steps of {search['step_tokens']}"
     return f"{kind}, {search['gpus_per_worker']} GPUs a worker"
-
-
-def _table(*titles: str) -> Table:
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for place, title in enumerate(titles):
-        made.add_column(title, justify="right" if place else "left", no_wrap=True)
-    return made
-
-
-def _pair(row: Mapping[str, float] | None) -> str:
-    return "–" if row is None else f"{_short(row['p50'])} / {_short(row['p99'])}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

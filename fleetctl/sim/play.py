@@ -7,7 +7,7 @@ import gc
 import hashlib
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -124,7 +124,8 @@ class _Player:
         self.ended = 0
         self.start = asyncio.get_running_loop().time()
         self.first_s = self.last_s = self.end_s = 0.0
-        self.busy: Counter[Role] = Counter()
+        self.busy: dict[Role, defaultdict[int, float]] = {role: defaultdict(float) for role in Role}
+        """Seconds of all workers together in which they computed, by the loop's whole seconds."""
         self.counters: dict[Role, Counter[str]] = {role: Counter() for role in Role}
         self.flows: Counter[str] = Counter()
         known = {*fleet.workers, *fleet.routers}
@@ -224,7 +225,8 @@ class _Player:
     def _count_worker(self, worker: SimWorker) -> None:
         role = worker.role
         assert isinstance(worker.runner, TimedRunner)
-        self.busy[role] += worker.runner.busy_s  # type: ignore[assignment]  # seconds
+        for second, busy_s in worker.runner.busy_by_second.items():
+            self.busy[role][second] += busy_s
         self.counters[role].update(worker.load().counters)
 
     def played(self, cpu_s: float) -> Played:
@@ -233,11 +235,27 @@ class _Player:
         total_s = self.end_s - first
         counts = {Role.PREFILL: self.setup.prefill, Role.DECODE: self.setup.decode}
         roles = {
-            str(role): RoleFigures(count, self.busy[role] / (count * total_s), dict(self.counters[role]))
+            str(role): RoleFigures(
+                count,
+                self._busy_s(role, self.start + first, sending_s) / (count * sending_s) if sending_s else 0.0,
+                tuple(
+                    self._busy_s(role, self.start + first + second, 1.0) / count
+                    for second in range(math.ceil(total_s))
+                ),
+                dict(self.counters[role]),
+            )
             for role, count in counts.items()
             if count
         }
         return Played(self.asked, sending_s, total_s, roles, dict(self.flows), cpu_s)
+
+    def _busy_s(self, role: Role, start: float, length_s: float) -> float:
+        """Between two moments; of a second that is cut by one of them its share."""
+        end, busy = start + length_s, self.busy[role]
+        return sum(
+            busy[second] * (min(end, second + 1) - max(start, second))
+            for second in range(int(start), math.ceil(end))
+        )
 
 
 def _end(answer: Answer) -> End:

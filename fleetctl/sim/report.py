@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from fleet.goodput import End, Figures, Tally, attains
 from fleetctl.bench.report import figures_dict
+from fleetctl.bench.view import class_tables, lean_table
 from fleetctl.sim.words import Asked, Played, Setup
 
 
@@ -69,6 +68,9 @@ def report(setup: Setup, played: Played) -> dict[str, Any]:
             }
             for name, role in played.roles.items()
         },
+        "busy_by_second": {
+            name: [round(share, 3) for share in role.busy] for name, role in played.roles.items()
+        },
         "transfers": transfers(setup, played),
         "routers": dict(sorted(played.routers.items())),
         "cpu_s": round(played.cpu_s, 3),
@@ -109,17 +111,7 @@ def table(said: Mapping[str, Any]) -> RenderableType:
     rows = dict(said["classes"])
     if len(rows) != 1:
         rows["all"] = said["all"]
-    classes = _table("class", "attained", "of", "attainment", "goodput", "TTFT ms", "TPOT ms", "ITL ms")
-    for name, row in rows.items():
-        classes.add_row(
-            name,
-            str(row["attained"]),
-            str(row["attained"] + row["missed"]),
-            f"{row['attainment']:.1%}" if "attainment" in row else "–",
-            f"{row['goodput']:.3g}/s" if "goodput" in row else "–",
-            *(_triple(row.get(f"{key}_ms")) for key in ("ttft", "tpot", "itl")),
-        )
-    roles = _table("role", "workers", "busy", "prefix found", "prompt tokens computed", "preemptions")
+    roles = lean_table("role", "workers", "busy", "prefix found", "prompt tokens", "preempted")
     for name, role in said["roles"].items():
         counters = role["counters"]
         computed = counters.get("computed_tokens", 0) - counters.get("generated_tokens", 0)
@@ -141,15 +133,4 @@ def table(said: Mapping[str, Any]) -> RenderableType:
         lines.append("missed by " + ", ".join(f"{reason} {count}" for reason, count in missed.items()))
     total_s, sent = said["seconds"]["total"], said["requests"]["sent"]
     lines.append(f"{sent:,} requests, {total_s:,.0f} s of the fleet's time in {said['cpu_s']:,.1f} s")
-    return Group(classes, Text("TTFT, TPOT, ITL: p50 / p90 / p99", style="dim"), "", roles, "", *lines)
-
-
-def _table(*titles: str) -> Table:
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for place, title in enumerate(titles):
-        made.add_column(title, justify="right" if place else "left", no_wrap=True)
-    return made
-
-
-def _triple(row: Mapping[str, float] | None) -> str:
-    return "–" if row is None else " / ".join(f"{row[key]:.4g}" for key in ("p50", "p90", "p99"))
+    return Group(*class_tables(rows), roles, "", *lines)

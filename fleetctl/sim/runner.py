@@ -6,6 +6,7 @@ For simulations of long prompts, where the latency runner's exact KV would cost 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 
 from engine.words import Batch, BatchResult
@@ -28,11 +29,13 @@ class TimedRunner:
         self.fingerprint = Fingerprint.of(layout, model=name, tokenizer=name)
         self.busy_s = 0.0
         """Time of all steps so far."""
+        self.busy_by_second: defaultdict[int, float] = defaultdict(float)
+        """The same by the loop's whole seconds."""
         self._speed = speed
 
     async def run(self, batch: Batch) -> BatchResult:
         seconds = self._speed.step_s(Work.of(batch))
-        self.busy_s += seconds
+        self._busy(asyncio.get_running_loop().time(), seconds)
         await asyncio.sleep(seconds)
         # A list first: it needs no frame of its own for each element.
         drawn = [
@@ -40,6 +43,12 @@ class TimedRunner:
             for chunk in batch.chunks
         ]
         return BatchResult(tuple(drawn))
+
+    def _busy(self, start: float, seconds: float) -> None:
+        self.busy_s += seconds
+        end = start + seconds
+        for second in range(int(start), int(end) + 1):
+            self.busy_by_second[second] += max(0.0, min(end, second + 1) - max(start, second))
 
     @property
     def staged(self) -> bool:

@@ -111,7 +111,10 @@ class RoleFigures:
 
     workers: int
     busy_share: float
-    """Of the time from the first request to the last answer, in which a step was computed."""
+    """Of the time from the first request to the last one, in which a step was computed: what runs out after
+    that is no load."""
+    busy: tuple[float, ...]
+    """The same of each second from the first request to the last answer."""
     counters: Mapping[str, int]
     """Sums of `docs/counters.md`."""
 
