@@ -116,6 +116,7 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
             records=router.flow.records,
             name=id,
         )
+        router.share(ingress.limits)
         if settings.http.access_log:
             written = AccessLog()
             stack.callback(written.close)

@@ -32,7 +32,7 @@ from fleet.wire.codec import (
 )
 from router.flow import Flow
 from router.link import Link
-from router.peers import Heard, Outbox, Peers
+from router.peers import Heard, Limits, Outbox, Peers
 from router.planning import Planning
 from router.prefix_index import Outcome, PrefixIndex
 from router.roster import Change, LinkState, Roster
@@ -217,6 +217,15 @@ class Router:
             if moves.settled:
                 self.flow.turn()
         raise Internal("the subscription to what other routers do ended")
+
+    def share(self, limits: Limits) -> None:
+        """The limits of API keys are those of all routers together from now on."""
+        self._outbox.limits = self.peers.limits = limits
+        limits.tell = self._tell_keys
+
+    def _tell_keys(self) -> None:
+        self._outbox.keys_moved()
+        self._to_tell.set()
 
     def _tell(self, move: Dispatch | Settled) -> None:
         self._outbox.add(move)

@@ -46,6 +46,7 @@ from router.openai.responses import ResponsesBody
 from router.openai.settings import HttpSettings
 from router.openai.stream import Choice, Job, follow_all
 from router.openai.traces import end_trace
+from router.peers import Limits
 from router.record import Records
 from router.run import Spine
 from router.text.answer import LoggedToken
@@ -135,6 +136,11 @@ class Ingress:
     def open_paths(self) -> frozenset[str]:
         """Those that need no key. Exactly these: all else, however it is spelt, needs one."""
         return _OPEN | _FIGURES if self.settings.open_metrics else _OPEN
+
+    @property
+    def limits(self) -> Limits:
+        """Of API keys, to be shared with other routers."""
+        return self._callers
 
     def change_keys(self, keys: Sequence[ApiKey]) -> None:
         """These and no others from now on; requests that run already stay."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet.api_keys import ApiKey, check_classes, find, salt
 from fleet.errors import BadRequest, Overloaded, Unauthorized
-from fleet.ids import WorkerId
+from fleet.events import KeyUse
+from fleet.ids import Incarnation, WorkerId
 from fleet.objectives import CLASSES, STANDARD, Objectives
 from router.run import Terms
 
@@ -50,20 +51,31 @@ class _Bucket:
     def take(self, amount: float) -> None:
         self._level -= amount
 
+    def take_at(self, amount: float, now: float) -> None:
+        """Filled up before: what was taken now is not given back for the time before."""
+        self.wait_s(0, now)
+        self.take(amount)
+
 
 def _bucket(per_minute: int) -> _Bucket | None:
     return _Bucket(per_minute) if per_minute else None
 
 
 class Quota:
-    """What one key has used. Tokens are counted after the fact: one request may overdraw them, the next
-    ones wait until the minute's average holds again."""
+    """What one key has used, here and at the other routers. Tokens are counted after the fact: one request
+    may overdraw them, the next ones wait until the minute's average holds again."""
 
-    def __init__(self, key: ApiKey) -> None:
+    def __init__(self, key: ApiKey, moved: Callable[[Quota], None] = lambda quota: None) -> None:
+        """`moved` is told whenever something of it has changed here."""
         self._key = key
+        self._moved = moved
         self._requests = _bucket(key.requests_per_minute)
         self._tokens = _bucket(key.tokens_per_minute)
         self.running = 0
+        """Here."""
+        self._asked = self._used = 0
+        self._others: dict[Incarnation, KeyUse] = {}
+        """By the life of another router: the last that was heard of it."""
 
     def now_of(self, key: ApiKey) -> None:
         """The same key with other limits: what runs still counts, and so does what a limit that stays saw."""
@@ -76,9 +88,10 @@ class Quota:
     def enter(self, now: float) -> None:
         """Takes a request on. `Overloaded` names the limit and says when to come back."""
         key = self._key
-        if key.concurrent_requests and self.running >= key.concurrent_requests:
+        running = self.running + sum(use.running for use in self._others.values())
+        if key.concurrent_requests and running >= key.concurrent_requests:
             raise Overloaded(
-                f"{self.running} requests of this API key are running; its limit is "
+                f"{running} requests of this API key are running; its limit is "
                 f"{key.concurrent_requests} (concurrent_requests)"
             )
         if self._tokens is not None and (wait := self._tokens.wait_s(1, now)):
@@ -95,13 +108,48 @@ class Quota:
                 )
             self._requests.take(1)
         self.running += 1
+        self._asked += 1
+        self._moved(self)
 
     def leave(self) -> None:
         self.running -= 1
+        self._moved(self)
 
     def used(self, tokens: int) -> None:
+        self._used += tokens
         if self._tokens is not None:
             self._tokens.take(tokens)
+        self._moved(self)
+
+    @property
+    def limited(self) -> bool:
+        key = self._key
+        return bool(key.requests_per_minute or key.tokens_per_minute or key.concurrent_requests)
+
+    @property
+    def name(self) -> str:
+        return self._key.short
+
+    def use(self) -> KeyUse:
+        return KeyUse(self._key.short, self.running, self._asked, self._used)
+
+    def heard(self, life: Incarnation, use: KeyUse, now: float) -> None:
+        """What it has used at another router. Of what is heard first nobody knows when it was: only what
+        comes on top of it counts for the minute."""
+        before = self._others.get(life, use)
+        self._others[life] = use
+        if self._requests is not None:
+            self._requests.take_at(max(0, use.requests - before.requests), now)
+        if self._tokens is not None:
+            self._tokens.take_at(max(0, use.tokens - before.tokens), now)
+
+    def idle(self, life: Incarnation) -> None:
+        """Nothing of it runs at that router."""
+        if (use := self._others.get(life)) is not None and use.running:
+            self._others[life] = replace(use, running=0)
+
+    def forget(self, life: Incarnation) -> None:
+        self._others.pop(life, None)
 
 
 _STANDARD = Terms(STANDARD, CLASSES[STANDARD])
@@ -129,7 +177,8 @@ ANYBODY = Caller()
 
 
 class Callers:
-    """All that may ask; anybody, where there were no keys at the start."""
+    """All that may ask; anybody, where there were no keys at the start. Implements `router.peers.Limits`: a
+    key's limits are those of all routers together."""
 
     def __init__(
         self,
@@ -144,6 +193,14 @@ class Callers:
         # Where there are no keys there are no secrets either.
         self.anyone = Caller(terms=Terms(default_class, objectives[default_class]), admin=True)
         self._callers: Mapping[ApiKey, Caller] = {}
+        self._quotas: dict[str, Quota] = {}
+        """By the keys' short names."""
+        self._running: dict[str, Quota] = {}
+        self._moved: dict[str, Quota] = {}
+        """Not told yet."""
+        self._lately: dict[str, Quota] = {}
+        """Changed since all was told."""
+        self.tell: Callable[[], None] = lambda: None
         self.anybody = not keys
         self.change(keys)
 
@@ -153,12 +210,48 @@ class Callers:
         quotas = {key.sha256: caller.quota for key, caller in self._callers.items()}
         callers: dict[ApiKey, Caller] = {}
         for key in keys:
-            quota = quotas.get(key.sha256) or Quota(key)
+            quota = quotas.get(key.sha256) or Quota(key, self._has_moved)
             quota.now_of(key)
             name = key.slo_class or self._default_class
             terms = Terms(name, self._objectives[name], key.tenant, key.weight)
             callers[key] = Caller(salt(key.tenant, self._salt_secret), quota, terms, admin=key.admin)
         self._callers = callers
+        self._quotas = {one.quota.name: one.quota for one in callers.values() if one.quota is not None}
+
+    # -- shared with other routers
+
+    def _has_moved(self, quota: Quota) -> None:
+        if not quota.limited:
+            return
+        name = quota.name
+        if quota.running:
+            self._running[name] = quota
+        else:
+            self._running.pop(name, None)
+        self._moved[name] = self._lately[name] = quota
+        self.tell()
+
+    def take(self, whole: bool) -> tuple[KeyUse, ...]:
+        moved, self._moved = self._moved, {}
+        if whole:
+            moved, self._lately = self._lately | self._running, {}
+        return tuple(quota.use() for quota in moved.values())
+
+    def heard(self, life: Incarnation, uses: Sequence[KeyUse], whole: bool, now: float) -> None:
+        if whole:
+            named = {use.key for use in uses}
+            for name, quota in self._quotas.items():
+                if name not in named:
+                    quota.idle(life)
+        for use in uses:
+            if use.key in self._quotas:
+                self._quotas[use.key].heard(life, use, now)
+
+    def forget(self, life: Incarnation) -> None:
+        for quota in self._quotas.values():
+            quota.forget(life)
+
+    # -- who asks
 
     def caller(self, authorization: bytes | None) -> Caller:
         """By the value of the Authorization header. Raises `Unauthorized`."""
