@@ -305,7 +305,7 @@ class UcxTransport:
             except (OSError, ValueError, TimeoutError) as error:
                 raise TransferFailed(f"no source at {address}: {error or 'no answer'}") from error
             welcome = await greet(reader, writer, peer, worker.address, self._settings.connect_s)
-            endpoint = _endpoint(worker, welcome.ucx)
+            source = _checked(welcome.ucx)
         except BaseException:
             worker.close()
             if writer is not None:
@@ -313,7 +313,7 @@ class UcxTransport:
             elif sock is not None:
                 sock.close()
             raise
-        return UcxConnection(self._region, worker, endpoint, self._settings, self._threads, reader, writer)
+        return UcxConnection(self._region, worker, source, self._settings, self._threads, reader, writer)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -321,17 +321,23 @@ class UcxTransport:
             self._server = None
 
 
-def _endpoint(worker: _Worker, address: bytes) -> Any:
-    """UCX aborts the process on an address that is none, so it sees only those of a peer of the same
-    version that knew this source's incarnation, which is random and told to members only, and that has
-    shown a certificate where the fleet has TLS."""
+def _checked(address: bytes) -> bytes:
+    """A peer's address without its version. UCX aborts the process on an address that is none, so it sees
+    only those of a peer of the same version that knew this source's incarnation, which is random and told to
+    members only, and that has shown a certificate where the fleet has TLS."""
     mine = _version()
     if not address.startswith(mine) or len(address) <= len(mine):
         theirs = address.partition(b"/")[0].decode(errors="replace")[:20]
         raise BadRequest(f"ucx: the peer has version {theirs!r}, this worker {mine[:-1].decode()!r}")
+    return address[len(mine) :]
+
+
+def _endpoint(worker: _Worker, address: bytes) -> Any:
+    """To a checked address. Not before the first read: one whose peer goes while the two are still finding
+    each other cannot be closed (`_leave_open`), and a path may wait long for its first read."""
     try:
         endpoint = worker.ucx.create_endpoint_from_worker_address(
-            _api().UCXAddress.create_from_buffer(address[len(mine) :]), True
+            _api().UCXAddress.create_from_buffer(address), True
         )
     except Exception as error:  # noqa: BLE001 - ucxx makes its exception classes at run time
         raise TransferFailed(f"UCX cannot reach the peer: {error}") from None
@@ -346,18 +352,22 @@ class _Serving:
 
     def __init__(self, context: Any, region: Region, hello: Hello) -> None:
         self._region = region
+        self._reader = _checked(hello.ucx)
         self._worker = _Worker(context)
-        try:
-            self._endpoint = _endpoint(self._worker, hello.ucx)
-        except BaseException:
-            self._worker.close()
-            raise
+        self._endpoint: Any = None
         self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self.ucx = self._worker.address
 
     def start(self, number: int, reading: Reading, done: Callable[[bool], None]) -> None:
         if self._aborted.done():
+            done(False)
+            return
+        try:
+            if self._endpoint is None:
+                self._endpoint = _endpoint(self._worker, self._reader)
+        except TransferFailed as error:
+            logger.warning("%s", error)
             done(False)
             return
         batch = self._worker.watch(_post(self._endpoint.tag_send, self._region, reading.blocks, number))
@@ -396,7 +406,8 @@ class _Serving:
     def abort(self) -> None:
         if not self._aborted.done():
             self._aborted.set_result(None)
-            _force_close(self._endpoint)
+            if self._endpoint is not None:
+                _force_close(self._endpoint)
             self._worker.kick()
             self._rest()
 
@@ -406,7 +417,7 @@ class UcxConnection:
         self,
         region: Region,
         worker: _Worker,
-        endpoint: Any,
+        source: bytes,
         settings: TransferSettings,
         threads: Executor,
         reader: asyncio.StreamReader,
@@ -414,7 +425,8 @@ class UcxConnection:
     ) -> None:
         self._region = region
         self._worker = worker
-        self._endpoint = endpoint
+        self._source = source
+        self._endpoint: Any = None
         self._settings = settings
         self._threads = threads
         self._reads = 0
@@ -427,7 +439,9 @@ class UcxConnection:
         return self._caller.closed
 
     def _broken(self) -> None:
-        if self._caller.hung_up and not self._proven:
+        if self._endpoint is None:
+            pass  # nothing was read, so nothing was begun
+        elif self._caller.hung_up and not self._proven:
             logger.warning("a KV source went before its first read was through; its path is left unclosed")
             _leave_open(self._endpoint)
             self._worker.retire()
@@ -459,6 +473,12 @@ class UcxConnection:
                 raise TransferFailed("the source sent checksums for another number of blocks")
             if self.closed:
                 raise TransferFailed("the source hung up")
+            try:
+                if self._endpoint is None:
+                    self._endpoint = _endpoint(self._worker, self._source)
+            except TransferFailed:
+                self._caller.shut("a read could not begin")
+                raise
             batch = self._worker.watch(
                 _post(self._endpoint.tag_recv, self._region, chunk.destinations, call.number)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -62,7 +63,8 @@ async def main() -> None:
             except FleetError as error:
                 say(error=type(error).__name__, message=error.message)
         elif order["do"] == "state":
-            say(leases=transfer.leases, ends=ends, counters=transfer.counters())
+            descriptors = len(os.listdir("/proc/self/fd"))
+            say(leases=transfer.leases, ends=ends, counters=transfer.counters(), descriptors=descriptors)
     await transfer.close()
 
 
