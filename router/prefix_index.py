@@ -12,7 +12,7 @@ hole, that could overstate: the answer is a hint, and workers look for themselve
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import compress, repeat
@@ -43,6 +43,8 @@ _LONG = 128
 """Blocks of a prompt, all of which are rather not worked out."""
 _FEW = 12
 """Workers of different depths of which each is looked up by itself."""
+_MISSED = 3
+"""Prompts in a row that were never told of: one may have been given up, or evicted at once."""
 _Holders = tuple[list[WorkerId], list[Container[int]]]
 """Workers, and of each what it holds, in the same order."""
 
@@ -67,6 +69,11 @@ class _Worker:
     """Some of its blocks were forgotten to stay within the cap: its digest cannot agree any more."""
     promised: int = 0
     """The last event that a digest spoke of; not here by the next digest, it is lost."""
+    looked_for: int | None = None
+    """First block of a prompt that went there and is to be told of."""
+    looked_at: float = 0.0
+    missed: int = 0
+    """Prompts in a row whose first block was never told of."""
     hints: tuple[dict[int, None], dict[int, None]] = field(default_factory=lambda: ({}, {}))
     """What was sent there while it was unproven, in this period and in the last one."""
 
@@ -212,10 +219,14 @@ class PrefixIndex:
 
     # -- what this router does
 
-    def sent(self, worker: WorkerId, names: Iterable[int], now: float) -> None:
-        """A prompt of these blocks went there. Remembered only while the worker is unproven."""
+    def sent(self, worker: WorkerId, names: Sequence[int], now: float) -> None:
+        """A prompt of these blocks went there. Remembered only while the worker is unproven; of a proven one
+        it is looked now and then whether it tells of what it was sent, see `unfound`."""
         known = self._unproven.get(worker)
         if known is None:
+            if (proven := self._workers.get(worker)) is not None and proven.looked_for is None and len(names):
+                proven.looked_for, proven.looked_at = names[0], now
+                self._look(proven)
             return
         self._turn_hints(now)
         hints = known.hints[0]
@@ -242,6 +253,10 @@ class PrefixIndex:
     def tidy(self, now: float, budget: int = 20_000) -> None:
         """Forgets old hints, frees up to `budget` blocks of tables given up; to be called now and then."""
         self._turn_hints(now)
+        for worker in self._workers.values():
+            if worker.looked_for is not None and now - worker.looked_at > self._settings.told_s:
+                worker.looked_for = None
+                worker.missed += 1
         while self._bin and budget > 0:
             table = self._bin[-1]
             count = min(budget, len(table))
@@ -265,6 +280,11 @@ class PrefixIndex:
     def unproven(self) -> dict[WorkerId, str]:
         """Workers that need a snapshot, and why."""
         return {id: worker.why or "" for id, worker in self._unproven.items()}
+
+    def unfound(self) -> frozenset[WorkerId]:
+        """Proven workers that tell of other blocks than those that they are sent: either they cache nothing,
+        or they name blocks otherwise than this router, and no prompt will ever be found there."""
+        return frozenset(id for id, worker in self._workers.items() if worker.missed >= _MISSED)
 
     def holds(self, worker: WorkerId, tier: Tier = Tier.DEVICE) -> frozenset[int]:
         """All blocks believed to be there, for tests and operators."""
@@ -301,7 +321,14 @@ class PrefixIndex:
                 grown += worker.table.apply(event)
                 named += len(event.hashes)
         self._grow(grown)
+        if worker.looked_for is not None:
+            self._look(worker)
         return named
+
+    @staticmethod
+    def _look(worker: _Worker) -> None:
+        if any(worker.looked_for in held for held in worker.table.held):
+            worker.looked_for, worker.missed = None, 0
 
     def _grow(self, blocks: int) -> None:
         """Above the cap the largest tables lose their oldest, a sixteenth at a time."""
@@ -334,13 +361,14 @@ class PrefixIndex:
         if worker.why is None:
             self._empty(worker)
             self._unproven[id] = worker
+            worker.looked_for = None
         worker.why = why
 
     def _reborn(self, id: WorkerId, worker: _Worker, incarnation: Incarnation) -> None:
         self._lose(id, worker, "another life of the worker")
         self._empty(worker)
         worker.incarnation = incarnation
-        worker.sequence = 0
+        worker.sequence = worker.missed = 0
         worker.tail.clear()
         worker.hints = ({}, {})
 

@@ -92,6 +92,9 @@ class IndexSettings:
     """Blocks remembered as sent to workers whose own table is not known."""
     hint_s: float = 300.0
     """Seconds for which such a block is believed to be there, at least; twice that at most."""
+    told_s: float = 60.0
+    """Seconds within which a worker is to tell of a prompt's first block that it was sent. One that did not,
+    three times in a row, is reported: it caches nothing, or names blocks otherwise than this router."""
     max_tail: int = 4096
     """Event messages kept for one worker while its snapshot is under way."""
 

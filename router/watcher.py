@@ -84,8 +84,9 @@ class Router:
         self.planning = Planning(self.flow, fleet, registry, bus, name, self.life)
         self.counters: Counter[str] = Counter()
         """Totals since start: `views`, `kv_messages`, `load_messages`, `bad_messages`, `bus_dropped`,
-        `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap); of other
-        routers `peer_messages`, `peer_gaps` and `peers_silent`."""
+        `snapshots`, `snapshots_failed`, `unproven`, `forgotten` (blocks of the index, for its cap),
+        `names_unfound` (workers that never told of what they were sent); of other routers `peer_messages`,
+        `peer_gaps` and `peers_silent`."""
         self.others: tuple[tuple[str, str], ...] = ()
         """Id and URL of each of the other routers that the registry shows."""
         self._registry = registry
@@ -98,6 +99,7 @@ class Router:
         self._not_before: dict[WorkerId, float] = {}
         """When a worker that did not answer is asked again."""
         self._pause: dict[WorkerId, float] = {}
+        self._unfound: frozenset[WorkerId] = frozenset()
         self._loading = asyncio.Lock()
         """Held while one part of a snapshot is taken in, and until the loop has looked around."""
 
@@ -367,6 +369,14 @@ class Router:
             for standing in self.roster.workers():
                 self._ask(standing.card)
             self.index.tidy(loop.time())
+            unfound = self.index.unfound()
+            for worker in unfound - self._unfound:
+                self.counters["names_unfound"] += 1
+                log.error(
+                    "worker %s never tells of the blocks that it is sent: it caches nothing, or names blocks "
+                    "otherwise than this router, and no prompt is found there", worker,
+                )  # fmt: skip
+            self._unfound = unfound
             if self.index.forgotten > self.counters["forgotten"]:
                 if not self.counters["forgotten"]:
                     log.warning("the index has reached its %d blocks", self.settings.index.max_blocks)

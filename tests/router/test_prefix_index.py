@@ -217,6 +217,28 @@ def test_unproven_workers_are_matched_by_what_was_sent_there_for_a_while() -> No
     made.validate()
 
 
+def test_a_worker_that_never_tells_of_what_it_is_sent_is_found_out() -> None:
+    """It may hash otherwise, whatever it announced; nothing else would ever fail."""
+    made, (one, two) = proven(W1, W2, told_s=10.0)
+    for turn in range(3):
+        assert not made.unfound()
+        for worker, of, first in ((W1, one, 1000), (W2, two, 0)):
+            made.sent(worker, [100 * turn, 100 * turn + 1], 20.0 * turn)
+            tell(made, of, BlocksStored((first + 100 * turn, first + 100 * turn + 1)))
+        made.tidy(20.0 * turn + 9.0)
+        made.tidy(20.0 * turn + 11.0)
+    assert made.unfound() == {W1}
+    made.sent(W1, [1, 2], 70.0)
+    tell(made, one, BlocksStored((1, 2)))
+    assert not made.unfound(), "it has told"
+    made.sent(W1, [1, 2, 3], 80.0)
+    made.tidy(100.0)
+    for turn in range(2):
+        made.sent(W1, [7 + turn], 100.0 + 20 * turn)
+        made.tidy(119.0 + 20 * turn)
+    assert not made.unfound(), "what was there already was found"
+
+
 def test_hints_are_bounded_and_never_pass_to_another_worker() -> None:
     made = index(max_hints=100)
     made.add_worker(W1, Incarnation("w1.1"))

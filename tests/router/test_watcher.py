@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from router_fleet import Fleet, ask, in_fleet
+from router_fleet import REMOTE, Fleet, ask, in_fleet
 from scripted_worker import PRINT, Script, ScriptedWorker, card, request
 
 from fleet.bus import BusMessage
@@ -16,7 +16,9 @@ from fleet.ids import Incarnation, WorkerId
 from fleet.kv_log import PART_BLOCKS, KvLog
 from fleet.member import MemberState, Role, worker_key
 from fleet.registry.memory import MemoryHub as RegistryHub
+from fleet.request import Request
 from fleet.wire.codec import encode_router_moves
+from router.settings import IndexSettings
 
 D1, D2 = WorkerId("d1"), WorkerId("d2")
 
@@ -227,6 +229,36 @@ def test_a_worker_that_names_blocks_differently_gets_nothing() -> None:
         assert odd.jobs == []
 
     in_fleet(body)
+
+
+class Otherwise(ScriptedWorker):
+    """Says that it names blocks as all do, and does not."""
+
+    def store(self, of: Request) -> None:
+        super().store(replace(of, salt="its own"))
+
+
+def test_a_worker_that_never_tells_of_what_it_was_sent_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it announced agrees, and no request fails: it only never is a hit."""
+
+    async def body(fleet: Fleet) -> None:
+        odd = await fleet.add(card("d5"), worker=Otherwise(card("d5")))
+        right = await fleet.add(card("d6"))
+        await fleet.until(lambda: len(fleet.router.index.unproven()) == 0 and len(fleet.router.links) == 4)
+        for n in range(40):
+            await ask(fleet, request(f"r{n}", prompt=100 + n))
+            await asyncio.sleep(1.0)
+        assert odd.jobs
+        assert right.jobs
+        assert fleet.router.index.unfound() == {odd.card.id}
+        assert fleet.router.counters["names_unfound"] == 1
+        assert [
+            record.message.count("worker d5") for record in caplog.records if "tells" in record.message
+        ] == [1]
+
+    in_fleet(body, settings=replace(REMOTE, index=IndexSettings(told_s=2.0)))
 
 
 def test_messages_that_cannot_be_read_are_counted_and_passed_over() -> None:
