@@ -113,6 +113,11 @@ class Process:
 _PROCESS: ContextVar[Process] = ContextVar("process")
 
 
+def current() -> Process | None:
+    """The process as which this runs; None: as nobody's."""
+    return _PROCESS.get(None)
+
+
 def outside(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
     """Calls it as nobody's: timers made in it are on the loop's own clock, and no process that is stopped
     holds them. For what lies between processes: networks, brokers."""

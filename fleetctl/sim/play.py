@@ -24,8 +24,8 @@ from fleet.request import Request, Sampling
 from fleet.workload import Conversation, Piece
 from fleetctl.sim.fleet import Answer, Memory, SimFleet, SimWorker
 from fleetctl.sim.policies import install
-from fleetctl.sim.runner import TimedRunner, layout_of
-from fleetctl.sim.words import Asked, Fault, Played, RoleFigures, Setup, times
+from fleetctl.sim.runner import Host, TimedRunner, layout_of
+from fleetctl.sim.words import Asked, Beside, Fault, Played, RoleFigures, Setup, times
 from kv_transfer.loopback import LoopbackHub
 from kv_transfer.settings import TransferSettings
 from router.run import Terms
@@ -85,8 +85,14 @@ async def _fleet(setup: Setup) -> AsyncIterator[SimFleet]:
     )
     blocks = max(1, setup.kv_tokens // setup.block_size)
 
+    alone = setup.beside == Beside()
+    hosting: dict[str, Host] = {}
+
     def runner(memory: Memory) -> TimedRunner:
-        return TimedRunner("sim", layout, blocks, setup.speed, setup.max_tokens)
+        host = None
+        if not alone and (worker := virtual_time.current()) is not None:
+            host = hosting.setdefault(host_of(worker.name), Host(setup.beside))
+        return TimedRunner("sim", layout, blocks, setup.speed, setup.max_tokens, host)
 
     workers = setup.prefill + setup.decode
     fleet = SimFleet(

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from engine.words import Batch, BatchResult
 from fleet.kv_layout import Fingerprint, KvLayout
+from fleet.virtual_time import true_time
 from fleetctl.sim.speed import Speed, Work
+from fleetctl.sim.words import Beside
 
 
 def layout_of(block_size: int) -> KvLayout:
@@ -19,10 +21,34 @@ def layout_of(block_size: int) -> KvLayout:
     return KvLayout(layers=1, kv_heads=1, head_dim=1, block_size=block_size, dtype="uint8")
 
 
+class Host:
+    """Workers that slow each other down."""
+
+    def __init__(self, beside: Beside) -> None:
+        self._beside = beside
+        self._until: dict[int, float] = {}
+        """Worker → when its step ends, on the loop's true clock. Of one that was killed it passes, too."""
+
+    def slowed(self, worker: int, now: float, seconds: float, work: Work) -> float:
+        """How long a step takes that begins now."""
+        if any(end > now for other, end in self._until.items() if other != worker):
+            seconds *= self._beside.prompt if work.prompt else self._beside.decode
+        self._until[worker] = now + seconds
+        return seconds
+
+
 class TimedRunner:
     """A `Runner`. Two of equal `name` may continue each other's sequences."""
 
-    def __init__(self, name: str, layout: KvLayout, blocks: int, speed: Speed, max_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: KvLayout,
+        blocks: int,
+        speed: Speed,
+        max_tokens: int,
+        host: Host | None = None,
+    ) -> None:
         self.layout = layout
         self.blocks = blocks
         self.max_tokens = max_tokens
@@ -32,10 +58,14 @@ class TimedRunner:
         self.busy_by_second: defaultdict[int, float] = defaultdict(float)
         """The same by the loop's whole seconds."""
         self._speed = speed
+        self._host = host
 
     async def run(self, batch: Batch) -> BatchResult:
-        seconds = self._speed.step_s(Work.of(batch))
-        self._busy(asyncio.get_running_loop().time(), seconds)
+        work, now = Work.of(batch), true_time()
+        seconds = self._speed.step_s(work)
+        if self._host is not None:
+            seconds = self._host.slowed(id(self), now, seconds, work)
+        self._busy(now, seconds)
         await asyncio.sleep(seconds)
         # A list first: it needs no frame of its own for each element.
         drawn = [

@@ -39,6 +39,21 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """How much longer a step takes that begins while another worker of its host computes: what they share of
+    memory, caches and power. Factors from 1 on; of GPUs, which share none of it, there are none."""
+
+    prompt: float = 1.0
+    """Of steps with prompts."""
+    decode: float = 1.0
+    """Of others."""
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.prompt < math.inf and 1 <= self.decode < math.inf):
+            raise ValueError(f"a worker beside others is not faster than alone: {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """A fleet to be simulated."""
 
@@ -74,6 +89,7 @@ class Setup:
     """Between workers of one host."""
     workers_per_host: int = 8
     link_latency_s: float = 20e-6
+    beside: Beside = Beside()
     faults: tuple[Fault, ...] = ()
     warm_up_s: float = 0.0
     """What is asked before is not judged."""

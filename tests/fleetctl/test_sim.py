@@ -26,7 +26,7 @@ from fleetctl.sim.speed import (
     fit,
     splitwise_samples,
 )
-from fleetctl.sim.words import Fault, Setup
+from fleetctl.sim.words import Beside, Fault, Setup
 
 SPEED = Measured(
     prompt_base_s=0.01, per_prompt_token_s=1e-4, per_pair_s=0.0, decode_base_s=0.01, per_decode_s=1e-4
@@ -223,3 +223,36 @@ def test_what_cannot_be_is_said_with_what_could(flags, said):
     done = CliRunner().invoke(main, ["sim", *flags, *rest])
     assert done.exit_code == 1
     assert said in done.output
+
+
+def test_workers_of_one_host_slow_each_other_where_they_share_it():
+    """A prompt is computed beside a running answer, and then alone: by hand, each step takes its factor."""
+    running = Conversation(0.0, (Turn((Piece("a", 64),), 200),))
+    prompts = [Conversation(at_s, (Turn((Piece(f"{at_s}", 500),), 1),)) for at_s in (1.0, 9.0)]
+    setup = replace(SETUP, prefill=1, decode=1, beside=Beside(prompt=2.0, decode=1.5))
+    beside, alone = (simulate(one, [running, *prompts]).asked for one in (setup, replace(SETUP, decode=1)))
+    shared, later = (one.outcome.ttft_s for one in beside[1:])
+    assert later == pytest.approx(0.06, abs=0.002)
+    assert shared == pytest.approx(2 * 0.06, abs=0.002)
+    gaps, free = (sorted(one[0].outcome.gaps) for one in (beside, alone))
+    step_s = 0.01 + 1e-4
+    assert gaps[100] == free[100] == pytest.approx(step_s, abs=1e-5)
+    # While 0.12 s of a prompt are computed, steps of the running answer are half as long again.
+    assert sum(gap > 1.4 * step_s for gap in gaps[:-1]) == pytest.approx(0.12 / (1.5 * step_s), abs=2)
+    # Workers of different hosts share nothing.
+    apart = simulate(replace(setup, workers_per_host=1), [running, *prompts]).asked
+    assert apart[1].outcome.ttft_s == pytest.approx(0.06, abs=0.002)
+
+
+def test_how_busy_workers_were_is_told_by_the_second():
+    """Three prompts of 60 ms in three seconds, on one of two workers at a time; what runs out after the last
+    was asked is in the seconds, and not in the share."""
+    workload = [Conversation(at_s, (Turn((Piece(f"{at_s}", 500),), 60),)) for at_s in (0.0, 1.0, 2.0, 3.0)]
+    role = simulate(replace(SETUP, prefill=1, decode=1), workload).roles["prefill"]
+    assert role.busy_share == pytest.approx(3 * 0.06 / 3, abs=0.002)
+    assert role.busy == pytest.approx([0.06, 0.06, 0.06, 0.06], abs=0.002)
+
+
+def test_a_worker_beside_others_is_not_faster():
+    with pytest.raises(ValueError, match="not faster than alone"):
+        Beside(decode=0.9)
