@@ -47,7 +47,7 @@ class Speeds:
     """Sequences, seconds: of steps without."""
 
     def add(self, batch: Batch, seconds: float) -> None:
-        prompt = sum(len(chunk.tokens) for chunk in batch.chunks if len(chunk.tokens) > 1)
+        prompt = sum([len(chunk.tokens) for chunk in batch.chunks if len(chunk.tokens) > 1])
         if prompt:
             self._prompt = self._mix(self._prompt, prompt, seconds)
         else:
@@ -320,8 +320,8 @@ class Engine:
             error = Internal(f"the runner failed: {type(failure).__name__}")
         else:
             seconds = self._now() - start
+            tokens = sum([len(chunk.tokens) for chunk in batch.chunks])
             self._speeds.add(batch, seconds)
-            tokens = sum(len(chunk.tokens) for chunk in batch.chunks)
             self._step_s[("prompt" if tokens > len(batch.chunks) else "decode",)].observe(seconds)
             self._step_sequences.observe(len(batch.chunks))
             self._step_tokens.observe(tokens)

@@ -229,8 +229,13 @@ class Scheduler:
         assert self._flight is None, "a step is in flight"
         flight: list[tuple[Sequence, Chunk]] = []
         if self._grow():
-            flight += [self._chunk(s, 1) for s in self._running.values() if s.pending == 1]
-            flight += self._prompt_chunks(self._settings.max_step_tokens - len(flight))
+            prompts: list[tuple[Sequence, int]] = []
+            for sequence in self._running.values():
+                if (pending := sequence.pending) == 1:
+                    flight.append(self._chunk(sequence, 1))
+                else:
+                    prompts.append((sequence, pending))
+            flight += self._prompt_chunks(prompts, self._settings.max_step_tokens - len(flight))
         for sequence, _ in flight:
             sequence.in_flight = True
             if not sequence.started:
@@ -246,21 +251,22 @@ class Scheduler:
         """What the step in flight brought. Raises `Internal`, changing nothing, when the result does not
         fit the batch; it is then to be failed."""
         assert self._flight is not None, "no step is in flight"
-        count = len(self._flight)
+        flight, size = self._flight, self._block_size
+        count = len(flight)
         if len(result.tokens) != count or {len(result.logprobs), len(result.scores)} - {0, count}:
-            raise Internal(f"the runner answered {len(result.tokens)} of {len(self._flight)} chunks")
-        scores = result.scores or ((),) * len(self._flight)
-        for (_, chunk), token, found in zip(self._flight, result.tokens, scores, strict=True):
-            if chunk.draw and token is None and chunk.matcher is None:
+            raise Internal(f"the runner answered {len(result.tokens)} of {count} chunks")
+        scores = result.scores or ((),) * count
+        for (_, chunk), token, found in zip(flight, result.tokens, scores, strict=True):
+            if token is None and chunk.draw and chunk.matcher is None:
                 raise Internal("the runner drew no token where one was to be drawn")
             if len(found) != len(chunk.targets):
                 raise Internal(f"the runner scored {len(found)} of {len(chunk.targets)} prompt tokens")
-        flight, self._flight = self._flight, None
+        self._flight = None
         drawn: list[Drawn] = []
         held: list[Held] = []
         scored: list[Scored] = []
         ready: list[Ready] = []
-        logprobs = result.logprobs or (None,) * len(flight)
+        logprobs = result.logprobs or (None,) * count
         for (sequence, chunk), token, logprob, found in zip(
             flight, result.tokens, logprobs, scores, strict=True
         ):
@@ -269,10 +275,10 @@ class Scheduler:
             if sequence.cancelled:
                 self._finish(sequence, FinishReason.CANCELLED)
                 continue
-            if new := found[max(0, sequence.scored - chunk.start - 1) :]:
+            if found and (new := found[max(0, sequence.scored - chunk.start - 1) :]):
                 scored.append(Scored(sequence.id, sequence.scored, new))
                 sequence.scored += len(new)
-            if (refused := _refused(sequence, chunk, token)) is not None:
+            if chunk.matcher is not None and (refused := _refused(chunk.matcher, token)) is not None:
                 self._finish(sequence, FinishReason.FAILED, refused)
             elif chunk.draw and token is not None:
                 sequence.tokens.append(token)
@@ -282,7 +288,7 @@ class Scheduler:
                     held.append(self._held(sequence, finish))
                 elif finish is not None:
                     self._finish(sequence, finish)
-            elif sequence.lend and sequence.computed // self._block_size > sequence.lent:
+            elif sequence.lend and sequence.computed // size > sequence.lent:
                 ready.append(self._ready(sequence))
         self.counters.generated_tokens += len(drawn)
         return self._report(tuple(drawn), tuple(held), tuple(scored), tuple(ready))
@@ -498,10 +504,11 @@ class Scheduler:
 
     # Tokens for the prompts.
 
-    def _prompt_chunks(self, budget: int) -> list[tuple[Sequence, Chunk]]:
+    def _prompt_chunks(
+        self, prompts: list[tuple[Sequence, int]], budget: int
+    ) -> list[tuple[Sequence, Chunk]]:
         """Shares what the decodes left between running prompts and, if they can be admitted, waiting ones."""
-        prompts = [(s, s.pending) for s in self._running.values() if s.pending > 1]
-        prompts += self._reserve()
+        prompts = prompts + self._reserve()
         if not prompts:
             return []
         order = policy.prompt_order(prompts, budget, self._settings.short_prompt_share)
@@ -730,12 +737,10 @@ class Scheduler:
             raise Overloaded(f"{len(self._waiting)} sequences wait already (setting engine.max_waiting)")
 
 
-def _refused(sequence: Sequence, chunk: Chunk, token: int | None) -> FleetError | None:
-    """Lets the sequence's constraint follow what was drawn; why the sequence cannot go on, if it cannot."""
-    if not chunk.draw or sequence.matcher is None:
-        return None
+def _refused(matcher: Matcher, token: int | None) -> FleetError | None:
+    """Lets a sequence's constraint follow what was drawn; why the sequence cannot go on, if it cannot."""
     if token is None:
         return BadConstraint("the constraint leaves no token of this model that could come next")
-    if not sequence.matcher.accept(token):
+    if not matcher.accept(token):
         return Internal("the token drawn is not one that the constraint allows")
     return None
