@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,10 +16,16 @@ from engine import sampler
 from engine.attention.protocol import Attention
 from engine.kv_pool import KvPool
 from engine.models.llama import Llama
+from engine.sparing import OutOfMemory, Sparing
 from engine.step_plan import Ints, plan_step
 from engine.words import Batch, BatchResult, Chunk
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.graphs import DecodeGraphs
+
+log = logging.getLogger(__name__)
 
 _SCORED = 128
 """Prompt tokens scored at a time: their logits are 128 × vocabulary × 4 bytes."""
@@ -39,9 +47,12 @@ class TorchRunner:
         device: torch.device,
         threads: int = 1,
         host: torch.Tensor | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`host`: uint8 `[blocks, block_bytes]`, where the pool is not itself the memory that others read."""
-        self._host = host
+        """`host`: uint8 `[blocks, block_bytes]`, where the pool is not itself the memory that others read.
+        `graphs`: of the same model, pool and attention."""
+        self._host, self._graphs = host, graphs
+        self._sparing = Sparing(self.step)
         self._model, self._pool, self._attention = model, pool, attention
         self._fingerprint, self._device = fingerprint, device
         # OpenMP counts threads per calling thread: to be set where the steps run.
@@ -69,23 +80,41 @@ class TorchRunner:
         return self._pool.blocks
 
     async def run(self, batch: Batch) -> BatchResult:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.step, batch)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._sparing.run, batch)
+
+    def step(self, batch: Batch) -> BatchResult:
+        """The same, at once, in the caller's thread and as a whole: `OutOfMemory` where that does not fit."""
+        try:
+            return self._computed(batch)
+        except torch.OutOfMemoryError as error:
+            cause = str(error).partition(". ")[0]
+        # Outside of the handler: until then the failed try's tensors are alive.
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning("a step of %d sequences does not fit into memory: %s", len(batch.chunks), cause)
+        raise OutOfMemory(cause)
 
     @torch.inference_mode()
-    def step(self, batch: Batch) -> BatchResult:
-        """The same, at once and in the caller's thread."""
+    def _computed(self, batch: Batch) -> BatchResult:
         chunks = batch.chunks
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draw]
         plan = plan_step(chunks, self._pool.layout)
-        prepared = self._attention.prepare(plan)
         self._pool.clear(self._tensor(plan.fresh))
-        hidden = self._model.forward(
-            self._tensor(plan.tokens), self._tensor(plan.positions), self._attention, prepared
-        )
-        scores = self._score(hidden, plan.scores, chunks)
-        if not drawing:
-            return BatchResult((None,) * len(chunks), scores=scores)
-        logits = self._model.logits(hidden, self._tensor(plan.draws))
+        size = self._graphs.size_of(plan) if self._graphs is not None else None
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if self._graphs is not None and size is not None:
+            # A copy: drawing changes logits, and a graph's are read again.
+            logits = self._graphs.logits(plan, size)[self._tensor(plan.draws)]
+        else:
+            prepared = self._attention.prepare(plan)
+            hidden = self._model.forward(
+                self._tensor(plan.tokens), self._tensor(plan.positions), self._attention, prepared
+            )
+            scores = self._score(hidden, plan.scores, chunks)
+            if not drawing:
+                return BatchResult((None,) * len(chunks), scores=scores)
+            logits = self._model.logits(hidden, self._tensor(plan.draws))
         drawn, found = sampler.draw(logits, [chunks[index] for index in drawing])
         tokens: list[int | None] = [None] * len(chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(chunks)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from engine.attention.triton import TritonAttention
+from engine.graphs import DecodeGraphs
 from engine.torch_runner import TorchRunner
 
 
@@ -18,3 +21,37 @@ def test_text_is_that_of_plain_torch(small_runner: Callable[..., TorchRunner], d
         sequences = [driver.add(range(3, 3 + length), 6) for length in (1, 9, 20)]
         texts.append(driver.run(sequences, 3, chunk=12))
     assert texts[0] == texts[1]
+
+
+def test_text_of_padded_steps_is_that_of_eager_ones(
+    small_runner: Callable[..., TorchRunner], drive: Any
+) -> None:
+    """On a CPU nothing is captured, but buffers, padding and the choice of size are those of a GPU."""
+    runner = small_runner("llama3", attention="triton", block_size=8, kv_memory_bytes=1 << 18)
+    eager = drive(small_runner("llama3", attention="gather", block_size=8, kv_memory_bytes=1 << 18))
+    attention = runner._attention
+    assert isinstance(attention, TritonAttention)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ran: list[int] = []
+
+    def noting(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def replay() -> torch.Tensor:
+            out = run()
+            ran.append(len(out))
+            return out
+
+        return replay
+
+    with torch.inference_mode():
+        runner._graphs = DecodeGraphs(
+            runner._model, attention, runner.layout, device, sizes=(1, 4), max_tokens=64, capture=noting
+        )
+    padded = drive(runner)
+    texts = []
+    for driver in (padded, eager):
+        sequences = [driver.add(range(3, 3 + length), 6) for length in (1, 20, 7)]
+        texts.append(driver.run(sequences, 3))
+        driver.step(sequences[:1])
+        texts[-1] += sequences[0].drawn
+    assert texts[0] == texts[1]
+    assert ran == [4, 4, 1], "prompts run eagerly, three decodes as four"
