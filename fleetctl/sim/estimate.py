@@ -48,7 +48,8 @@ class Demand:
         needs: list[Need] = []
         seen: set[int] = set()
         first = last = 0.0
-        for one in conversations:
+        count = 0
+        for count, one in enumerate(conversations, 1):  # noqa: B007 — it is the number of all
             first, last = (one.at_s if not needs else first), one.at_s
             for turn in range(len(one.turns)):
                 cached = total = chain = 0
@@ -61,9 +62,10 @@ class Demand:
                     seen.add(chain)
                 output = one.turns[turn].output_tokens
                 needs.append(Need(total, min(cached, total - 1), output, objectives(one.service_class)))
-        if len(needs) < 2 or last <= first:
+        if count < 2 or last <= first:
             raise ValueError("the workload has too few requests for a rate")
-        rate = len(needs) / (last - first)
+        # Between so many beginnings lies one gap fewer.
+        rate = len(needs) * (1 - 1 / count) / (last - first)
         # Every so many of them say the same of the rest.
         return cls(tuple(needs[:: -(-len(needs) // MOST_NEEDS)]), rate)
 
@@ -166,23 +168,25 @@ def together(demand: Demand, device: Device, step_tokens: int, rate: float, most
 
 
 def _bears(demand: Demand, device: Device, step_tokens: int, rate: float) -> bool:
-    """Whether one worker bears so many requests a second: of its steps some hold a piece of a prompt beside
-    the running sequences, and their mean length is a token's time."""
-    tokens_s = rate * max(1.0, demand.output - 1)
+    """Whether one worker bears so many requests a second. Its running sequences get a token a step; some
+    steps hold a piece of another's prompt, too, and take longer."""
+    tokens_s = rate * max(0.0, demand.output - 1)
     fresh = demand.prompt * (1 - demand.cached_share)
-    room = min(device.max_batch, int(device.kv_tokens / max(1.0, demand.context)), step_tokens - 1)
     before = demand.prompt * demand.cached_share + fresh / 2
+    room = min(device.max_batch, int(device.kv_tokens / max(1.0, demand.context)), step_tokens - 1)
     size = 1
     while size <= room:
         piece = min(fresh, step_tokens - size)
         pieces_s = rate * fresh / piece
-        steps_s = max(tokens_s / size, pieces_s)
-        mixed_s = device.speed.step_s(
-            Work(round(piece), round(piece * before), size, round(size * demand.context), round(before))
-        )
-        busy = pieces_s * mixed_s + (steps_s - pieces_s) * device.decode_s(size, demand)
-        # Each running sequence gets a token a step.
-        if busy <= FULL:
-            return busy / steps_s <= demand.tpot_s
-        size = size + 1 if size < 16 else math.ceil(size * 1.1)
+        both = Work(round(piece), round(piece * before), size, round(size * demand.context), round(before))
+        mixed_s, decode_s = device.speed.step_s(both), device.decode_s(size, demand)
+        stalled = pieces_s * max(0.0, mixed_s - decode_s)
+        if pieces_s * mixed_s > FULL or stalled >= 1:
+            return False
+        gap_s = decode_s / (1 - stalled)
+        # As many run as begin while one runs (Little, 1961); more of them make steps longer.
+        running = math.ceil(tokens_s * gap_s)
+        if running <= size:
+            return gap_s <= demand.tpot_s
+        size = running
     return False
