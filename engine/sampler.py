@@ -26,32 +26,52 @@ below every other logit, yet a number."""
 _BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
-def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+def draw(
+    logits: Tensor, chunks: Sequence[Chunk], *, kernels: bool = False
+) -> tuple[list[int | None], list[TokenLogprobs | None]]:
     """Tokens and log-probabilities, one a row; `logits` is float32 `[rows, vocabulary]` and may be changed.
 
     Order: log-probabilities of the raw logits, then bias, minimum length, penalties, constraint,
     temperature, top-k, top-p among what is left (Holtzman et al., 2020), min-p, noise. The token is None
     where a constraint allows none. Raises ValueError on logits that are not numbers, rather than drawing a
-    wrong token.
+    wrong token. `kernels`: by Triton, whose tokens are the same, with one wait for the device.
     """
     asked = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs >= 0]
     raw = torch.log_softmax(logits[asked], dim=-1) if asked else None
     _adjust(logits, chunks)
     stuck = _constrain(logits, chunks)
-    best, tokens = logits.max(dim=-1)
-    if not bool(torch.isfinite(best).all()):
-        bad = [row for row, value in enumerate(best.tolist()) if not np.isfinite(value)]
-        raise ValueError(f"the model gave logits that are not finite numbers, in rows {bad} of a step")
-    random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
-    if random:
-        _draw_random(logits, best, tokens, random, chunks)
-    drawn: list[int] = tokens.tolist()
+    drawn = _by_kernels(logits, chunks) if kernels else _by_torch(logits, chunks)
     logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
     if raw is not None:
         wanted = [(drawn[row], chunks[row].sampling.logprobs) for row in asked]
         for row, found in zip(asked, _logprobs(raw, wanted), strict=True):
             logprobs[row] = found
     return [None if row in stuck else token for row, token in enumerate(drawn)], logprobs
+
+
+def _by_torch(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    best, tokens = logits.max(dim=-1)
+    if not bool(torch.isfinite(best).all()):
+        _refuse(best.tolist())
+    random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
+    if random:
+        _draw_random(logits, best, tokens, random, chunks)
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def _by_kernels(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    from engine.kernels import draw  # Triton is there where this was asked for
+
+    drawn, best = draw.draw(logits, chunks)
+    if not np.isfinite(best).all():
+        _refuse(best)
+    return drawn
+
+
+def _refuse(best: Sequence[float]) -> None:
+    bad = [row for row, value in enumerate(best) if not np.isfinite(value)]
+    raise ValueError(f"the model gave logits that are not finite numbers, in rows {bad} of a step")
 
 
 def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:

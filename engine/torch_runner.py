@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class TorchRunner:
         `graphs`: of the same model, pool and attention."""
         self._host, self._graphs = host, graphs
         self._sparing = Sparing(self.step)
+        self._by_kernels = device.type == "cuda" and find_spec("triton") is not None
         self._model, self._pool, self._attention = model, pool, attention
         self._fingerprint, self._device = fingerprint, device
         # OpenMP counts threads per calling thread: to be set where the steps run.
@@ -115,7 +117,7 @@ class TorchRunner:
             if not drawing:
                 return BatchResult((None,) * len(chunks), scores=scores)
             logits = self._model.logits(hidden, self._tensor(plan.draws))
-        drawn, found = sampler.draw(logits, [chunks[index] for index in drawing])
+        drawn, found = sampler.draw(logits, [chunks[i] for i in drawing], kernels=self._by_kernels)
         tokens: list[int | None] = [None] * len(chunks)
         logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
         for index, token, probability in zip(drawing, drawn, found, strict=True):

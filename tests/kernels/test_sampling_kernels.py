@@ -105,3 +105,23 @@ def test_noise_is_that_of_the_engine_where_it_matters_most(device: torch.device)
     logits = torch.zeros(len(chunks), vocabulary)
     tokens = draw_tokens(logits.to(device), *columns(chunks, device))[0].tolist()
     assert tokens == sampler.draw(logits, chunks)[0]
+
+
+def test_the_sampler_says_the_same_by_kernels(device: torch.device) -> None:
+    """With log-probabilities, a bias, a penalty and an end that is put off, which come before the draw."""
+    chunks = [
+        chunk(0, temperature=0.0, logprobs=3),
+        chunk(1, top_k=5),
+        Chunk(2, (1,), 10, (0,), True, Sampling(8, seed=5, logit_bias=((7, 4.0),), min_p=0.05)),
+        Chunk(3, (1,), 10, (0,), True, Sampling(8, min_tokens=5, stop_token_ids=(3,)), prompt_length=9),
+        Chunk(4, (4,), 1, (0,), True, Sampling(8, repetition_penalty=1.5), history=(9, 4), prompt_length=1),
+    ]
+    logits = torch.randn(5, 200, generator=torch.Generator().manual_seed(4))
+    found, probabilities = sampler.draw(logits.to(device), chunks, kernels=True)
+    wanted, expected = sampler.draw(logits.clone(), chunks)
+    assert found == wanted
+    assert [p and p.logprob for p in probabilities] == pytest.approx([p and p.logprob for p in expected])
+    bad = logits.clone()
+    bad[3, 0] = math.nan
+    with pytest.raises(ValueError, match=r"not finite numbers, in rows \[3\]"):
+        sampler.draw(bad.to(device), chunks, kernels=True)
