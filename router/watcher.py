@@ -40,6 +40,9 @@ from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 2
+"""Cards read and sessions begun in one turn of the loop."""
+
 
 def routers_prefix(fleet: str) -> str:
     """Below it every router shows itself, under its lease."""
@@ -99,6 +102,8 @@ class Router:
         self._not_before: dict[WorkerId, float] = {}
         """When a worker that did not answer is asked again."""
         self._pause: dict[WorkerId, float] = {}
+        self._cards: dict[str, tuple[bytes, WorkerCard | str]] = {}
+        """By key of the registry: as it was read last, or why it could not be."""
         self._unfound: frozenset[WorkerId] = frozenset()
         self._loading = asyncio.Lock()
         """Held while one part of a snapshot is taken in, and until the loop has looked around."""
@@ -134,17 +139,32 @@ class Router:
         prefix = workers_prefix(self.fleet)
         async for view in self._registry.watch(prefix):
             self.counters["views"] += 1
+            await self._decode(view)
             self._apply(self._read(view, prefix))
         raise Internal("the watch of the registry ended")
+
+    async def _decode(self, view: View) -> None:
+        """Of cards those that are new, some in a turn of the loop."""
+        found: dict[str, tuple[bytes, WorkerCard | str]] = {}
+        for key, value in view.values.items():
+            known = self._cards.get(key)
+            if known is not None and known[0] == value:
+                found[key] = known
+                continue
+            if len(found) % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+            try:
+                found[key] = value, decode_card(value, key)
+            except ValueError as error:
+                found[key] = value, str(error)
+        self._cards = found
 
     def _read(self, view: View, prefix: str) -> Change:
         cards: dict[WorkerId, WorkerCard] = {}
         refused: dict[WorkerId, str] = {}
-        for key, value in view.values.items():
-            try:
-                card = decode_card(value, key)
-            except ValueError as error:
-                refused[WorkerId(key.removeprefix(prefix))] = str(error)
+        for key, (_, card) in self._cards.items():
+            if isinstance(card, str):
+                refused[WorkerId(key.removeprefix(prefix))] = card
             else:
                 cards[card.id] = card
         before = self.roster.refused
@@ -168,7 +188,7 @@ class Router:
             log.warning(
                 "%s vanished from the registry at once; kept while their sessions live", change.doubted
             )
-        for card in change.joined:
+        for place, card in enumerate(change.joined):
             log.info("worker %s (%s of %s) at %s", card.id, card.role, card.model, card.address)
             if self._models and card.model not in self._models:
                 served = ", ".join(sorted(self._models))
@@ -179,11 +199,18 @@ class Router:
             self.flow.meters.models.add(card.model)
             self.index.add_worker(card.id, card.incarnation)
             link = self.links[card.id] = Link(card, self._wire, self.settings.watch, self._link_moved)
-            self._sessions[card.id] = self._spawn(link.run())
+            self._sessions[card.id] = self._spawn(self._keep(link, place // _AT_ONCE))
         for card in change.turned:
             log.info("worker %s is a %s worker now", card.id, card.role)
             self.links[card.id].card = card
         self.flow.wake()
+
+    @staticmethod
+    async def _keep(link: Link, turns: int) -> None:
+        """Many sessions are not opened in one turn of the loop, which then would do nothing else for long."""
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await link.run()
 
     def _link_moved(self, link: Link, state: LinkState, why: str) -> None:
         card = link.card
