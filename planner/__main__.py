@@ -1,4 +1,4 @@
-"""Starts a planner: `python -m planner --help`; `python -m planner replay FILE` decides again what one did."""
+"""Starts a planner: `python -m planner --help`; `python -m planner replay FILE` decides anew what one did."""
 
 from __future__ import annotations
 

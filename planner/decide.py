@@ -58,6 +58,8 @@ class State:
         self.blind: tuple[int, int] | None = None
         """What was wanted when data began to be missing."""
         self.blind_at = -math.inf
+        self.waited_at = -math.inf
+        """When requests were last seen to wait for a place to decode."""
         self.turned_at = -math.inf
         self.turned_to = ""
 
@@ -285,6 +287,9 @@ def _fit(
 
 def _remember(seen: Observation, state: State, now: float, fresh: bool) -> None:
     settings = state.settings
+    moved = {role: seen.pool(role).wanted - pool.wanted for role, pool in state.pools.items()}
+    if state.at > -math.inf and moved["prefill"] * moved["decode"] < 0:
+        state.turned_at, state.turned_to = now, max(ROLES, key=lambda role: moved[role])
     for role, pool in state.pools.items():
         wanted = seen.pool(role).wanted
         if pool.wanted >= 0 and wanted > pool.wanted:
@@ -311,10 +316,13 @@ def _judge(seen: Observation, state: State, now: float) -> None:
     """Whether the pools, as they are, let too many requests miss: then they need more than the model says."""
     settings = state.settings
     counted = sum(one.attained + one.missed for one in seen.asked.classes.values())
-    faults = {
-        "prefill": sum(one.missed_ttft for one in seen.asked.classes.values()),
-        "decode": sum(one.missed_tpot for one in seen.asked.classes.values()),
-    }
+    late = sum(one.missed_ttft for one in seen.asked.classes.values())
+    slow = sum(one.missed_tpot for one in seen.asked.classes.values())
+    if state.load.waits_for_decode(seen, state.capacity):
+        state.waited_at = now
+    # A first token comes late as well where a request waits for a place to decode.
+    by_decode = now - state.waited_at < _JUDGED_S
+    faults = {"prefill": 0 if by_decode else late, "decode": slow + (late if by_decode else 0)}
     steady = not any(seen.pool(role).starting for role in ROLES)
     for role, pool in state.pools.items():
         pool.pressure = 1 + (pool.pressure - 1) * math.exp(-seen.asked.seconds / _RELIEF_S)

@@ -14,8 +14,11 @@ _LEVEL_S = 45.0
 """Over which the level is a mean."""
 _TREND_S = 150.0
 """Over which the trend is a line."""
-_CLEAR = 2.0
-"""Times its standard error that a trend must be to count."""
+_CLEAR = 3.0
+"""Times its standard error that a trend must be to count: it is looked at again and again, so that a smaller
+number would find one in any noise."""
+_POINTS = 20
+"""Of which a line is made at least."""
 _MOST_GROWTH = 1.0
 """Share of the level by which a trend may be expected to add, however steep."""
 _SLOTS = 288
@@ -73,7 +76,7 @@ class Forecast:
         """By which the rate changes a second; 0 where that is not clear."""
         n, t, tt, y, ty, yy = self._line
         spread = tt - t * t / n if n else 0.0
-        if n < 6 or spread <= 0:
+        if n < _POINTS or spread <= 0:
             return 0.0
         slope = (ty - t * y / n) / spread
         left = max(0.0, (yy - y * y / n) - slope * slope * spread)

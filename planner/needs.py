@@ -22,6 +22,8 @@ _MOST_BACKLOG = 0.5
 workers start is no reason for many times as many."""
 _QUEUE_S = 0.5
 """Of prompts at a worker that are no backlog."""
+_IDLE_S = 0.2
+"""Of prompts at each prefill worker, below which these are not what requests wait for."""
 _MARGIN = 0.9
 """Share of an objective that is planned for; the rest is for hand-off, network and noise."""
 _LATE_SHARE = 0.5
@@ -115,9 +117,11 @@ class Load:
             scv = max(0.0, square - 1)
             backlog = 0.0
             if queues:
-                queued = sum(one.queued_tokens for one in seen.workers if one.role == "prefill")
+                queued = _queued(seen)
+                if not self.waits_for_decode(seen, capacity):
+                    queued += seen.asked.waiting_tokens * fresh
                 usual = _QUEUE_S * speed * max(1, seen.prefill.ready)
-                backlog = max(0.0, times * (queued + seen.asked.waiting_tokens * fresh) - usual)
+                backlog = max(0.0, times * queued - usual)
             anew = rate * service_s
             busy = pressure[0] * (anew + min(backlog / speed / _DRAIN_S, _MOST_BACKLOG * anew + 1))
             # The longest tenth of prompts takes about so long itself.
@@ -133,6 +137,8 @@ class Load:
         if decode is None or answer is None:
             return "no decode worker has shown its speed yet"
         there = sum(_in_progress(one, decode.step_s) for one in seen.workers if one.role == "decode")
+        if self.waits_for_decode(seen, capacity):
+            there += min(seen.asked.waiting, there)
         sequences = max(rate * answer * decode.step_s, times * there if queues else 0.0)
         sequences *= pressure[1]
         many = decode_workers(sequences, decode.batch, late)
@@ -144,6 +150,18 @@ class Load:
             busy, sequences, decode.base_s, decode.each_s, _MARGIN * tpot_s, settings.utilisation
         )
         return Needs(prefill, many, why, together if speed is not None else None)
+
+    @staticmethod
+    def waits_for_decode(seen: Observation, capacity: Capacity) -> bool:
+        """Whether requests wait at routers though prefill workers have room: decode has none then."""
+        speed = capacity.prefill_tokens_s
+        if not seen.asked.waiting or speed is None or not seen.prefill.ready:
+            return False
+        return _queued(seen) < _IDLE_S * speed * seen.prefill.ready
+
+
+def _queued(seen: Observation) -> float:
+    return sum(one.queued_tokens for one in seen.workers if one.role == "prefill")
 
 
 def _in_progress(worker: WorkerSeen, step_s: float) -> float:

@@ -11,6 +11,7 @@ import click
 
 from fleet.errors import BadRequest
 from fleetctl.commands.bench import HTML, JUDGED, RATE, WORKLOAD, check_writable, options, plan_of
+from fleetctl.commands.sim_scaling import SCALING, scaling_of
 from fleetctl.options import Target, fleet_options
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ FLEET = (
 
 @click.command()
 @fleet_options(etcd=False)
-@options(DEVICE, FLEET, RATE, WORKLOAD, JUDGED, HTML)
+@options(DEVICE, FLEET, SCALING, RATE, WORKLOAD, JUDGED, HTML)
 def sim(target: Target, html: Path | None, records: Path | None, **given: Any) -> None:
     """Play a workload on a fleet that is not there, and say how many requests met their objectives.
 
@@ -138,6 +139,7 @@ def setup_of(given: Mapping[str, Any], plan: Plan) -> Setup:
         link_bytes_s=given["link_gbits"] * 1e9 / 8,
         workers_per_host=given["workers_per_host"],
         faults=tuple(map(Fault.parse, given["faults"])),
+        scaling=scaling_of(given),
         warm_up_s=plan.warm_up_s,
         seed=plan.source.seed,
     )

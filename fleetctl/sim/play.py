@@ -21,10 +21,12 @@ from fleet.goodput import End, Outcome
 from fleet.ids import RequestId, WorkerId
 from fleet.member import Role
 from fleet.request import Request, Sampling
+from fleet.targets import Desired
 from fleet.workload import Conversation, Piece
 from fleetctl.sim.fleet import Answer, Memory, SimFleet, SimWorker
 from fleetctl.sim.policies import install
 from fleetctl.sim.runner import Host, TimedRunner, layout_of
+from fleetctl.sim.scaling import ScaledFleet
 from fleetctl.sim.words import Asked, Beside, Fault, Played, RoleFigures, Setup, times
 from kv_transfer.loopback import LoopbackHub
 from kv_transfer.settings import TransferSettings
@@ -139,10 +141,16 @@ class _Player:
             if fault.process not in known:
                 raise ValueError(f"no process {fault.process}; there are: {', '.join(sorted(known))}")
         self.piece = lru_cache(maxsize=4096)(_tokens)
+        self.scaling: ScaledFleet | None = None
+        if setup.scaling is not None:
+            wanted = Desired(setup.prefill, setup.decode)
+            self.scaling = ScaledFleet(fleet, setup.scaling, wanted, self._count_worker)
 
     async def run(self, conversations: Iterable[Conversation]) -> None:
         loop = asyncio.get_running_loop()
         faults = [asyncio.create_task(self._fail(fault)) for fault in self.setup.faults]
+        if self.scaling is not None:
+            faults.append(asyncio.create_task(self.scaling.run()))
         try:
             async with asyncio.TaskGroup() as clients:
                 for number, one in enumerate(conversations):
@@ -150,12 +158,15 @@ class _Player:
                     await asyncio.sleep(max(0.0, self.start + float(one.at_s) - loop.time()))
                     clients.create_task(self._converse(number, one))
         finally:
+            if self.scaling is not None and faults[-1].done():
+                faults[-1].result()  # It ends by a defect only.
             for task in faults:
                 task.cancel()
             await asyncio.gather(*faults, return_exceptions=True)
         if not self.asked:
             raise ValueError("the workload is empty")
         self.end_s = loop.time() - self.start
+        self.scaled = None if self.scaling is None else self.scaling.scaled()
         self._count()
 
     async def _converse(self, number: int, conversation: Conversation) -> None:
@@ -239,7 +250,12 @@ class _Player:
         first = self.asked[0].at_s
         sending_s = self.asked[-1].at_s - first
         total_s = self.end_s - first
-        counts = {Role.PREFILL: self.setup.prefill, Role.DECODE: self.setup.decode}
+        counts: dict[Role, float] = {Role.PREFILL: self.setup.prefill, Role.DECODE: self.setup.decode}
+        if self.scaled is not None:
+            counts = {
+                role: round(seconds / self.end_s, 3)
+                for role, seconds in zip(counts, self.scaled.wanted_s, strict=True)
+            }
         roles = {
             str(role): RoleFigures(
                 count,
@@ -253,7 +269,7 @@ class _Player:
             for role, count in counts.items()
             if count
         }
-        return Played(self.asked, sending_s, total_s, roles, dict(self.flows), cpu_s)
+        return Played(self.asked, sending_s, total_s, roles, dict(self.flows), cpu_s, self.scaled)
 
     def _busy_s(self, role: Role, start: float, length_s: float) -> float:
         """Between two moments; of a second that is cut by one of them its share."""

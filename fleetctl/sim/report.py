@@ -73,6 +73,7 @@ def report(setup: Setup, played: Played) -> dict[str, Any]:
         },
         "transfers": transfers(setup, played),
         "routers": dict(sorted(played.routers.items())),
+        **({"scaling": played.scaled.told()} if played.scaled is not None else {}),
         "cpu_s": round(played.cpu_s, 3),
     }
 
@@ -93,6 +94,8 @@ def transfers(setup: Setup, played: Played) -> dict[str, Any]:
 
 def settings(setup: Setup) -> dict[str, Any]:
     told = {name: value for name, value in asdict(setup).items() if name not in ("speed", "objectives")}
+    if setup.scaling is not None:
+        told["scaling"]["decisions"] = str(setup.scaling.decisions or "") or None
     told["faults"] = [f"{one.kind}:{one.process}@{one.at_s:g}+{one.for_s:g}" for one in setup.faults]
     told["policy"] = setup.policy.value
     told["objectives"] = {
@@ -131,6 +134,11 @@ def table(said: Mapping[str, Any]) -> RenderableType:
     missed = said["all"].get("missed_by")
     if missed:
         lines.append("missed by " + ", ".join(f"{reason} {count}" for reason, count in missed.items()))
+    if scaled := said.get("scaling"):
+        lines.append(
+            f"{scaled['worker_hours']:.2f} worker hours; the planner changed the counts {scaled['changes']} "
+            f"times, {scaled['turns']} workers changed their role"
+        )
     total_s, sent = said["seconds"]["total"], said["requests"]["sent"]
     lines.append(f"{sent:,} requests, {total_s:,.0f} s of the fleet's time in {said['cpu_s']:,.1f} s")
     return Group(*class_tables(rows), roles, "", *lines)

@@ -7,6 +7,7 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from engine.settings import EngineSettings
@@ -14,6 +15,7 @@ from fleet.goodput import Outcome
 from fleet.objectives import CLASSES, Objectives
 from fleetctl.sim.policies import Policy
 from fleetctl.sim.speed import Speed
+from planner.words import PlannerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,55 @@ class Fault:
             raise ValueError(f"{text!r} is no fault: write crash:prefill-0@30+10 or freeze:decode-1@60+5")
         kind, process, at_s, for_s = found.groups()
         return cls(process, kind, float(at_s), float(for_s) if for_s else math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOnly:
+    """What `--planner-set` may set."""
+
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A planner decides how many workers there are."""
+
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    budget: int | None = None
+    """None: that of its settings."""
+    cold_start_s: float = 60.0
+    """From a worker's start until it serves."""
+    decisions: Path | None = None
+    """File for the log of decisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What became of it."""
+
+    counts: tuple[tuple[float, int, int, int], ...]
+    """Whenever one of them changed: second, wanted prefill and decode workers, and workers that there were,
+    starting and leaving ones included."""
+    worker_s: float
+    """Of all workers together, from their start to their end."""
+    changes: int
+    reversals: tuple[int, int]
+    """Of the wanted prefill and decode workers: how often they turned from rising to falling or back."""
+    turns: int
+    """Workers that changed their role."""
+    last_why: str
+    wanted_s: tuple[float, float]
+    """Wanted prefill and decode workers, added up over seconds."""
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "worker_hours": round(self.worker_s / 3600, 4),
+            "changes": self.changes,
+            "reversals": {"prefill": self.reversals[0], "decode": self.reversals[1]},
+            "turns": self.turns,
+            "counts": [[round(at, 1), *rest] for at, *rest in self.counts],
+            "last_why": self.last_why,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +142,8 @@ class Setup:
     link_latency_s: float = 20e-6
     beside: Beside = Beside()
     faults: tuple[Fault, ...] = ()
+    scaling: Scaling | None = None
+    """`prefill` and `decode` are then what it begins with."""
     warm_up_s: float = 0.0
     """What is asked before is not judged."""
     deadline_s: float = 600.0
@@ -125,7 +178,8 @@ class Asked:
 class RoleFigures:
     """Of all workers of a role together, whichever life."""
 
-    workers: int
+    workers: float
+    """Where a planner decides, those that were wanted, on average."""
     busy_share: float
     """Of the time from the first request to the last one, in which a step was computed: what runs out after
     that is no load."""
@@ -149,6 +203,7 @@ class Played:
     """Counters of all routers' flows, added up."""
     cpu_s: float
     """What the simulation cost."""
+    scaled: Scaled | None = None
 
 
 def times(seconds: list[float], start: float) -> array[float]:

@@ -1,0 +1,193 @@
+"""The planner over a simulated fleet against the best fleet of fixed size, in hindsight, and without parts.
+
+Each case is played with the planner (cold start 60 s), without role changes, without forecasts, and on fixed
+fleets: from one that is large enough down to one from which nothing can be taken without attaining less than
+95 %. `--trace FILE` is played as a case of its own, on the workers of `--times roofline`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from benchmarks.report import emit
+from benchmarks.sim.cases import ROOFLINE
+from fleet.objectives import Objectives
+from fleet.workload import Amount, Arrivals, Conversation, Kind, Shape, drawn, trace
+from fleetctl.bench.play import trace_lines
+from fleetctl.sim.play import simulate
+from fleetctl.sim.report import report
+from fleetctl.sim.speed import Measured
+from fleetctl.sim.words import Scaling, Setup
+from planner.words import PlannerSettings
+
+TARGET = 0.95
+SLOW = Measured(prompt_base_s=0.05, per_prompt_token_s=1e-3, decode_base_s=0.03, per_decode_s=0.003)
+"""Few requests keep such a worker busy, so that hours of a fleet can be simulated in minutes."""
+PROMPT, ANSWER = Amount.parse("lognormal:800,0.6@50..4000"), Amount.parse("lognormal:80,0.6@5..400")
+COLD_START_S = 60.0
+PLANNER = PlannerSettings(budget=24, cold_start_s=COLD_START_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is asked, and what a planner begins with."""
+
+    arrivals: Callable[[], Iterator[Conversation]]
+    begin: tuple[int, int]
+    enough: tuple[int, int]
+    """A fixed fleet that is more than enough."""
+
+
+def _asked(points: Sequence[tuple[float, float]], seconds: float, **kind: Any) -> Iterator[Conversation]:
+    kinds = [Kind(prompt=kind.get("prompt", PROMPT), output=kind.get("output", ANSWER))]
+    found = drawn(Arrivals(tuple(points)), kinds, kind.get("seed", 1))
+    return takewhile(lambda one: one.at_s < seconds, found)
+
+
+def _shift(minutes: float) -> Iterator[Conversation]:
+    """Long prompts and short answers, then the opposite."""
+    half = minutes * 30
+    yield from _asked([(0.0, 1.2)], half, prompt=Amount.parse("2500"), output=Amount.parse("25"))
+    for one in _asked([(0.0, 1.2)], half, prompt=Amount.parse("300"), output=Amount.parse("350"), seed=2):
+        yield replace(one, at_s=one.at_s + half)
+
+
+def _day(minutes: float) -> Iterator[Conversation]:
+    """A day in so many minutes: one part in six of the most at night."""
+    seconds = minutes * 60
+    points = [(seconds * step / 24, 1.4 - 1.0 * math.cos(2 * math.pi * step / 24)) for step in range(25)]
+    return _asked(points, seconds)
+
+
+def cases(minutes: float) -> dict[str, Case]:
+    seconds = minutes * 60
+    third = seconds / 3
+    return {
+        "steady": Case(lambda: _asked([(0.0, 1.5)], seconds), (3, 2), (4, 3)),
+        "ramp": Case(lambda: _asked([(0.0, 0.5), (third, 0.5), (2 * third, 2.5)], seconds), (1, 1), (5, 3)),
+        "burst": Case(
+            lambda: _asked(
+                [(0.0, 0.7), (third, 0.7), (third + 5, 2.0), (2 * third, 2.0), (2 * third + 5, 0.7)], seconds
+            ),
+            (2, 1),
+            (5, 3),
+        ),
+        "day": Case(lambda: _day(minutes), (1, 1), (5, 3)),
+        "shift": Case(lambda: _shift(minutes), (5, 1), (6, 4)),
+    }
+
+
+def setup(prefill: int, decode: int, scaling: Scaling | None = None) -> Setup:
+    return Setup(
+        SLOW,
+        kv_bytes=1e5,
+        kv_tokens=100_000,
+        prefill=prefill,
+        decode=decode,
+        objectives={"standard": Objectives(ttft_ms=5000, tpot_ms=90)},
+        step_tokens=2048,
+        decode_step_tokens=256,
+        max_batch=64,
+        scaling=scaling,
+    )
+
+
+def traced(prefill: int, decode: int, scaling: Scaling | None = None) -> Setup:
+    return Setup(
+        ROOFLINE,
+        kv_bytes=ROOFLINE.model.kv_bytes,
+        kv_tokens=ROOFLINE.kv_tokens(),
+        prefill=prefill,
+        decode=decode,
+        objectives={"standard": Objectives(ttft_ms=2000, tpot_ms=25)},
+        scaling=scaling,
+    )
+
+
+Make = Callable[[int, int, Scaling | None], Setup]
+
+
+def play(name: str, how: str, made: Setup, asked: Iterator[Conversation], **told: object) -> dict[str, Any]:
+    played = simulate(made, asked)
+    said = report(made, played)
+    ttft = [one.outcome.ttft_s * 1e3 for one in played.asked if one.outcome and one.outcome.ttft_s]
+    hours = (made.prefill + made.decode) * played.total_s / 3600
+    scaled = said.get("scaling")
+    found = {
+        "attainment": said["all"].get("attainment"),
+        "worker_hours": scaled["worker_hours"] if scaled else round(hours, 4),
+        "requests": len(played.asked),
+        "missed_by": said["all"].get("missed_by"),
+        "scaling": scaled,
+    }
+    emit(
+        f"sim/scaling/{name}", "ms to first token", ttft, how=how, prefill=made.prefill, decode=made.decode,
+        cpu_s=said["cpu_s"], **found, **told,
+    )  # fmt: skip
+    return found
+
+
+def best_fixed(name: str, case: Case, make: Make) -> dict[str, Any] | None:
+    """The last fixed fleet that attains, on the way down from one that is enough; None: that one does not."""
+    prefill, decode = case.enough
+    best = play(name, "fixed", make(prefill, decode, None), case.arrivals())
+    if (best["attainment"] or 0) < TARGET:
+        return None
+    shrinking = True
+    while shrinking:
+        shrinking = False
+        for fewer in ((prefill - 1, decode), (prefill, decode - 1)):
+            if min(fewer) < 1:
+                continue
+            found = play(name, "fixed", make(*fewer, None), case.arrivals())
+            if (found["attainment"] or 0) >= TARGET:
+                (prefill, decode), best, shrinking = fewer, found, True
+                break
+    return best | {"fleet": [prefill, decode]}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two minutes of one case: numbers mean little")
+    parser.add_argument("--case", action="append", help="steady, ramp, burst, day, shift")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of each case, of the fleet's time")
+    parser.add_argument("--without", action="store_true", help="also without role changes, without forecasts")
+    parser.add_argument("--no-fixed", action="store_true", help="no fleets of fixed size")
+    parser.add_argument("--trace", help="of requests, played from its beginning")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the trace")
+    parser.add_argument("--begin", type=int, nargs=2, default=[1, 1], help="workers, for the trace")
+    parser.add_argument("--enough", type=int, nargs=2, default=[6, 6], help="workers, for the trace")
+    options = parser.parse_args(argv)
+    minutes = 2.0 if options.quick else options.minutes
+    chosen: dict[str, tuple[Case, Make]]
+    if options.trace:
+        shape = Shape(speed=options.speed, duration_s=minutes * 60)
+        begin, enough = tuple(options.begin), tuple(options.enough)
+        case = Case(lambda: shape.of(trace(trace_lines(options.trace), 0)), begin, enough)
+        chosen = {"trace": (case, traced)}
+    else:
+        names = options.case or (["steady"] if options.quick else list(cases(minutes)))
+        chosen = {name: (cases(minutes)[name], setup) for name in names}
+    for name, (case, make) in chosen.items():
+        kinds = {"planner": PLANNER}
+        if options.without:
+            kinds["without role changes"] = replace(PLANNER, turns=False)
+            kinds["without forecasts"] = replace(PLANNER, forecast=False)
+        fixed = None if options.no_fixed or options.quick else best_fixed(name, case, make)
+        for how, settings in kinds.items():
+            scaling = Scaling(settings, None, COLD_START_S)
+            ratio: dict[str, object] = {}
+            if fixed is not None:
+                ratio = {"best_fixed": fixed["fleet"], "fixed_hours": fixed["worker_hours"]}
+            play(name, how, make(*case.begin, scaling), case.arrivals(), **ratio)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
