@@ -3,11 +3,15 @@ apart; its models of time."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections import Counter
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from fleet.objectives import Objectives
 from fleet.workload import Amount, Arrivals, Conversation, Kind, Piece, Turn, drawn
@@ -15,7 +19,7 @@ from fleetctl.__main__ import main
 from fleetctl.sim.devices import GPUS, MODELS
 from fleetctl.sim.play import simulate
 from fleetctl.sim.policies import Policy
-from fleetctl.sim.report import report
+from fleetctl.sim.report import report, table
 from fleetctl.sim.speed import (
     Measured,
     Roofline,
@@ -256,3 +260,63 @@ def test_how_busy_workers_were_is_told_by_the_second():
 def test_a_worker_beside_others_is_not_faster():
     with pytest.raises(ValueError, match="not faster than alone"):
         Beside(decode=0.9)
+
+
+class Parts(HTMLParser):
+    """Texts of a page, and how many elements of each kind."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.count, self.text = Counter(), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.count[tag] += 1
+        assert not {"src", "href"} & {name for name, _ in attrs}, "a page needs nothing else"
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_shows_what_was_found_by_class_and_by_role(tmp_path):
+    page = tmp_path / "sim.html"
+    flags = ["sim", "--prefill", "1", "--decode", "2", "--rate", "8", "--requests", "12", "--output", "20"]
+    flags += ["--prompt", "500", "--seed", "1", "--kind", "class=interactive", "--kind", "class=<batch>"]
+    done = CliRunner().invoke(main, [*flags, "--html", str(page)])
+    assert done.exit_code == 1
+    assert "no name of a class" in done.output
+    flags[-1] = "class=batch"
+    done = CliRunner().invoke(main, [*flags, "--json", "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    said, parts = json.loads(done.output), Parts(page.read_text())
+    assert parts.count["svg"] == 7
+    for word in (
+        "interactive",
+        "batch",
+        "Time in which workers computed",
+        "1 prefill",
+        "2 decode",
+        "KV moved",
+    ):
+        assert word in parts.text
+    assert f"{said['all']['attainment']:.1%}" in parts.text
+    assert set(said["busy_by_second"]) == {"prefill", "decode"}
+    nowhere = CliRunner().invoke(main, [*flags, "--html", str(tmp_path / "none" / "sim.html")])
+    assert nowhere.exit_code == 1
+    assert "no folder" in nowhere.output
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    workload = shared(30, rate=40)
+    said = report(SETUP, simulate(SETUP, workload))
+    # Figures of a long day in an overloaded fleet.
+    said["classes"]["standard"] |= {
+        "ttft_ms": {"p50": 123456.7, "p90": 234567.8, "p99": 345678.9},
+        "attained": 123456,
+    }
+    said["roles"]["prefill"]["counters"]["computed_tokens"] = 123_456_789
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(table(said))
+    assert "…" not in shown.get(), shown.get()
+    assert "attainment" in shown.get()
