@@ -95,13 +95,13 @@ def class_tables(rows: Mapping[str, Mapping[str, Any]]) -> list[RenderableType]:
     """Figures by class, as `fleetctl.bench.report` makes them: counts, and below them latencies, so that both
     fit 80 columns."""
     counts = lean_table("class", "attained", "missed", "attainment", "goodput")
-    latencies = lean_table("ms, p50 / p90 / p99", "TTFT", "TPOT", "ITL")
+    latencies = lean_table("class", "TTFT", "TPOT", "ITL")
     for name, row in rows.items():
         goodput = f"{row['goodput']:.4g}/s" if "goodput" in row else "–"
         share = _attainment(row.get("attainment"))
         counts.add_row(name, f"{row['attained']:,}", f"{row['missed']:,}", share, goodput)
         latencies.add_row(name, *(_triple(row.get(f"{key}_ms")) for key in ("ttft", "tpot", "itl")))
-    return [counts, Text(), latencies, Text()]
+    return [counts, Text(), latencies, Text("milliseconds: p50 / p90 / p99", style="dim"), Text()]
 
 
 def lean_table(*titles: str) -> Table:
