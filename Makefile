@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup up test lint types contracts drift check proto dashboards crds prometheus chromium bench clean
+.PHONY: setup up test lint types contracts drift check proto dashboards crds kubernetes-tools prometheus chromium bench clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ crds: setup
 
 drift: proto dashboards crds
 	git diff --exit-code -- fleet/wire/v1 deploy/monitoring/dashboards deploy/crds
+
+# Real kubectl and helm, for the tests of what runs on Kubernetes; without them these are skipped.
+kubernetes-tools: setup
+	@$(BIN)/python tests/deploy/kubernetes_tools.py || echo "kubectl or helm is missing: their tests are skipped"
 
 # Prometheus and promtool, for the tests of rules and dashboards; where they cannot be had these are skipped.
 prometheus:

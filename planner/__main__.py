@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet.bus.nats_bus import NatsBus
+from fleet.cluster import KubernetesApi
 from fleet.life import Life, run_process
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, load_or_exit
 from fleet.wire.network import NetworkWire
+from planner.cluster import ClusterActuator
 from planner.decisions import DecisionsFile
 from planner.etcd import EtcdActuator
 from planner.record import replay
@@ -34,6 +36,8 @@ class PlannerProcessSettings:
 
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     control: ControlSettings = field(default_factory=ControlSettings)
+    kubernetes: str = ""
+    """NAMESPACE/NAME of an InferenceFleet whose counts it plans; empty: those in etcd."""
     decisions: Path | None = None
     """File to which every decision is added as a line of JSON, with what it was made from."""
     decisions_bytes: int = 64 << 20
@@ -67,6 +71,11 @@ async def run(life: Life, settings: PlannerProcessSettings) -> None:
             keep=keep,
         )
         planner.actuator = EtcdActuator(control.fleet, registry, wire, planner.observer.least_loaded)
+        if settings.kubernetes:
+            api = await KubernetesApi.connect()
+            stack.push_async_callback(api.close)
+            namespace, _, fleet = settings.kubernetes.partition("/")
+            planner.actuator = ClusterActuator(api, namespace, fleet)
         planning = tasks.create_task(planner.run())
         log.info("%s plans for the fleet %s", name, control.fleet)
         life.settled()

@@ -48,7 +48,7 @@ RENDERING = 1
 """Of the way in which pods are made of a spec: another number is another revision of everything."""
 
 
-_BESIDE_SHAPE = ("router", "budget", "rollout", "monitoring", "network")
+_BESIDE_SHAPE = ("router", "planner", "budget", "rollout", "monitoring", "network")
 _COUNTS = ("replicas", "minReplicas", "maxReplicas")
 
 

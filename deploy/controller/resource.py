@@ -165,6 +165,19 @@ class Rollout(Says, frozen=True):
     ] = 100
 
 
+class Planning(Says, frozen=True):
+    """Who decides the counts."""
+
+    mode: Annotated[
+        Literal["off", "advise", "act"],
+        Meta(description="off: you; advise: you, and a planner says what it would do; act: the planner."),
+    ] = "off"
+    max_workers: Annotated[
+        Annotated[int, Meta(ge=1, le=512)] | None,
+        Meta(description="Most workers of both pools that the planner may want; unset: its own default."),
+    ] = None
+
+
 class Monitoring(Says, frozen=True):
     """For Prometheus."""
 
@@ -196,6 +209,7 @@ class FleetSpec(Says, frozen=True):
     decode: Annotated[Pool, Meta(description="Workers that write tokens.")] = Pool()
     router: Annotated[Routers, Meta(description="The ingress.")] = Routers()
     budget: Annotated[Budget, Meta(description="What the fleet may take.")] = Budget()
+    planner: Annotated[Planning, Meta(description="Who decides the counts.")] = Planning()
     rollout: Annotated[Rollout, Meta(description="How one revision follows another.")] = Rollout()
     drain_seconds: Annotated[
         int, Meta(ge=0, le=3600, description="Longest that a leaving process may finish what runs there.")

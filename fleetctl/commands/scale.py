@@ -53,6 +53,10 @@ def _counts(
     "--budget", type=click.IntRange(1, MOST_BUDGET), help="Most workers that the planner may want. With auto."
 )
 @click.option("--advise", is_flag=True, help="The planner only says what it would do. With auto.")
+@click.option(
+    "--kubernetes", metavar="NAMESPACE/NAME", help="An InferenceFleet of a cluster, not a fleet by its etcd."
+)
+@click.option("--context", default="", help="Of the kubeconfig; its current one by default.")
 @LIMIT
 def scale(
     target: Target,
@@ -61,6 +65,8 @@ def scale(
     dry_run: bool,
     budget: int | None,
     advise: bool,
+    kubernetes: str | None,
+    context: str,
     limit: float,
 ) -> None:
     """Set how many workers of a role there are to be; those that go finish their requests first.
@@ -70,6 +76,12 @@ def scale(
     """
     if counts is not None and (budget is not None or advise):
         raise click.UsageError("--budget and --advise go with auto: fleetctl scale auto --budget 8")
+    if kubernetes is not None:
+        from fleetctl.cluster_scale import Wish, scale_in_cluster
+
+        wish = Wish(counts, budget, advise)
+        asyncio.run(scale_in_cluster(target, kubernetes, context, wish, wait, dry_run, limit))
+        return
     asyncio.run(_scale(target, counts, wait, dry_run, budget, advise, limit))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import cel
@@ -63,12 +64,25 @@ def defaulted(value: Any, schema: Object) -> Any:
 def faults(new: Object, old: Object | None, schema: Object) -> list[str]:
     """As the API server words them: `spec.decode.replicas: Invalid value: …: why`."""
     found = []
-    for error in sorted(
-        jsonschema.Draft202012Validator(_plain(schema)).iter_errors(new), key=lambda e: list(e.absolute_path)
-    ):
+    for error in sorted(_validator(schema).iter_errors(new), key=lambda e: list(e.absolute_path)):
         path = ".".join(str(part) for part in error.absolute_path)
         found.append(f"{path}: Invalid value: {error.message}")
     return found or list(_rules(new, old, schema, ""))
+
+
+_VALIDATORS: dict[int, tuple[Object, Any]] = {}
+
+
+def _validator(schema: Object) -> Any:
+    """Made once for each schema, which is kept, so that its id stays its own."""
+    if id(schema) not in _VALIDATORS:
+        _VALIDATORS[id(schema)] = (schema, jsonschema.Draft202012Validator(_plain(schema)))
+    return _VALIDATORS[id(schema)][1]
+
+
+@lru_cache
+def _program(rule: str) -> Any:
+    return cel.compile(rule)
 
 
 def _plain(schema: Any) -> Any:
@@ -87,9 +101,9 @@ def _plain(schema: Any) -> Any:
 def _rules(new: Any, old: Any, schema: Object, path: str) -> Iterator[str]:
     for rule in schema.get("x-kubernetes-validations", []):
         if "oldSelf" in rule["rule"]:
-            if old is None or cel.evaluate(rule["rule"], {"self": _given(new), "oldSelf": _given(old)}):
+            if old is None or _program(rule["rule"]).execute({"self": _given(new), "oldSelf": _given(old)}):
                 continue
-        elif cel.evaluate(rule["rule"], {"self": _given(new)}):
+        elif _program(rule["rule"]).execute({"self": _given(new)}):
             continue
         yield f"{path}{rule.get('fieldPath', '')}: Invalid value: {rule['message']}".lstrip(".")
     if isinstance(new, dict):

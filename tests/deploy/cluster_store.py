@@ -11,7 +11,6 @@ import base64
 import copy
 import json
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -94,8 +93,9 @@ class Store:
         """`METHOD path` of each write that changed something, in order."""
         self._objects: dict[tuple[str, str, str], Object] = {}
         """(root/plural, namespace, name)."""
-        self._log: deque[_Change] = deque()
+        self._log: list[_Change] = []
         self._oldest = self.version
+        self._dry = False
         self._wakes: set[asyncio.Event] = set()
         self.cut = 0
         """Grows when all watches are broken off."""
@@ -105,14 +105,27 @@ class Store:
     # ---- seen from tests
 
     def all(self, plural: str, namespace: str = "") -> list[Object]:
+        """As they are, not to be changed: a write puts another in the place of each."""
+        end = "/" + plural
         return [
-            copy.deepcopy(one)
-            for (root, space, _), one in sorted(self._objects.items())
-            if root.endswith("/" + plural) and (not namespace or space == namespace)
+            self._objects[key]
+            for key in sorted(
+                key
+                for key in self._objects
+                if key[0].endswith(end) and (not namespace or key[1] == namespace)
+            )
         ]
 
     def one(self, plural: str, name: str, namespace: str = "default") -> Object | None:
-        return next((o for o in self.all(plural, namespace) if o["metadata"]["name"] == name), None)
+        end = "/" + plural
+        return next(
+            (
+                one
+                for (root, space, called), one in self._objects.items()
+                if called == name and root.endswith(end) and space in ("", namespace)
+            ),
+            None,
+        )
 
     def compact(self) -> None:
         """No watch can go on from before now; those that stand are broken off."""
@@ -133,6 +146,7 @@ class Store:
         kind, namespace, name, sub = self._where(path)
         if method == "GET":
             return self._get(kind, namespace, name, sub, query)
+        self._dry = query.get("dryRun") == "All"
         for hook in self.hooks:
             hook(method, path, body or {})
         if kind.kind == "CustomResourceDefinition" and body and method in ("POST", "PATCH", "PUT"):
@@ -314,6 +328,8 @@ class Store:
     def _put(
         self, type: str, key: tuple[str, str, str], kind: Kind, new: Object, old: Object | None, how: str
     ) -> Object:
+        if self._dry:
+            return copy.deepcopy(new)
         self._record(type, kind, new, old)
         self._objects[key] = new
         self.writes.append(f"{how} {key[0]}/{key[2]}")
@@ -434,7 +450,7 @@ class Store:
                 wake.clear()
                 if number < self._oldest:
                     raise ClusterError(410, "Expired", f"too old resource version: {number} ({self._oldest})")
-                for change in [one for one in self._log if one.number > number]:
+                for change in self._since(number):
                     number = change.number
                     event = _event(change, kind, namespace, name, query)
                     if event is not None:
@@ -452,6 +468,10 @@ class Store:
                     return
         finally:
             self._wakes.discard(wake)
+
+    def _since(self, number: int) -> list[_Change]:
+        """Numbers follow each other without a gap."""
+        return self._log[max(0, number - self._log[0].number + 1) :] if self._log else []
 
     def stamp(self, after_s: float = 0.0) -> str:
         return datetime.fromtimestamp(self.clock() + after_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

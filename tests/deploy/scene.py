@@ -60,6 +60,10 @@ class Scene:
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
             self.store.handle("POST", path, {}, one, JSON)
 
+    def workloads_tasks(self) -> set[asyncio.Task[None]]:
+        """What writes besides the controller."""
+        return {*self.workloads._running.values(), *self._tasks}
+
     def start_controller(self) -> None:
         self.controller = Controller(self.api, self.looks, ControllerSettings(), self.store.clock)
         self._acting = asyncio.ensure_future(self.controller.run())
@@ -107,7 +111,7 @@ class Scene:
         try:
             async with asyncio.timeout(limit_s):
                 while not condition():
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.2)
         except TimeoutError:
             fleets = [
                 (one["metadata"]["name"], one.get("status")) for one in self.store.all("inferencefleets")
@@ -134,6 +138,7 @@ async def scene(kinds: tuple[Kind, ...] = (MONITORS, GROUPS)) -> AsyncIterator[S
     """With nodes and a controller that run."""
     made = Scene(kinds)
     nodes = asyncio.ensure_future(made.workloads.run())
+    made._tasks.append(nodes)
     made.start_controller()
     try:
         yield made
