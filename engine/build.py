@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.choose import choose_attention
+from engine.attention.choose import capture_decodes, choose_attention
 from engine.kv_pool import KvPool
 from engine.latency_runner import LatencyModel, LatencyRunner
 from engine.models.llama import Llama, LlamaConfig
 from engine.ops import choose_ops
+from engine.profile import ON_CPU, measured, planned
 from engine.runner import Runner
 from engine.settings import EngineSettings
 from engine.torch_runner import TorchRunner
@@ -61,19 +63,23 @@ def latency_model(name: str) -> LatencyModel | None:
 def plan_pool(folder: Path | str, settings: EngineSettings) -> tuple[KvLayout, int]:
     """Layout and number of the pool's blocks, for a model folder or for a latency model by its name.
 
-    Reads config.json alone. BadRequest when not one block fits.
+    Without `kv_memory_bytes`, a device's blocks are what weights and steps leave of it
+    (`engine.profile.planned`). BadRequest when not one block fits.
     """
     if latency_model(str(folder)) is not None:
         layout = LatencyRunner.layout_of(settings.block_size)
+        size = settings.kv_memory_bytes or ON_CPU
     else:
         config = LlamaConfig.read(read_config(Path(folder)))
-        dtype = choose_dtype(settings.dtype, choose_device(settings.device))
+        device = choose_device(settings.device)
+        dtype = choose_dtype(settings.dtype, device)
         layout = KvLayout(config.layers, config.kv_heads, config.head_dim, settings.block_size, dtype)
-    blocks = settings.kv_memory_bytes // layout.block_bytes
+        size = settings.kv_memory_bytes or ON_CPU
+        if device.type != "cpu":
+            size = planned(Path(folder), config, layout, settings, device).kv
+    blocks = size // layout.block_bytes
     if blocks < 1:
-        raise BadRequest(
-            f"kv_memory_bytes {settings.kv_memory_bytes} holds no block; one is {layout.block_bytes} bytes"
-        )
+        raise BadRequest(f"kv_memory_bytes {size} holds no block; one is {layout.block_bytes} bytes")
     return layout, blocks
 
 
@@ -91,6 +97,8 @@ def build_runner(
     on its device. `apart`: the pool is kept apart from `memory` on a CPU too, as it is on a device, where
     blocks are copied when they are handed over. Loading takes seconds: call it off the event loop.
     """
+    if memory is not None and not settings.kv_memory_bytes:
+        settings = replace(settings, kv_memory_bytes=memory.nbytes)
     layout, blocks = plan_pool(folder, settings)
     latency = latency_model(str(folder))
     if latency is not None:
@@ -111,11 +119,29 @@ def build_runner(
         host = torch.from_numpy(memory)
         pool = KvPool(layout, torch.zeros(memory.shape, dtype=torch.uint8, device=device))
     config = read_config(folder)
-    with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
-        model = Llama(LlamaConfig.read(config), checkpoint, choose_ops(torch_dtype(layout.dtype), device))
+    with Checkpoint(folder, torch_dtype(layout.dtype), device, progress, settings.weights) as checkpoint:
+        model = Llama(
+            LlamaConfig.read(config),
+            checkpoint,
+            choose_ops(torch_dtype(layout.dtype), device, settings.attention),
+        )
     attention = choose_attention(settings.attention, pool)
-    identity = fingerprint(folder, config, layout)
-    return TorchRunner(model, pool, attention, identity, device=device, threads=settings.threads, host=host)
+    identity = fingerprint(folder, config, layout, settings.weights)
+    budget = planned(
+        folder, model.config, layout, replace(settings, kv_memory_bytes=pool.memory.nbytes), device
+    )
+    runner = TorchRunner(
+        model,
+        pool,
+        attention,
+        identity,
+        device=device,
+        threads=settings.threads,
+        host=host,
+        graphs=capture_decodes(model, attention, layout, settings, model.config.max_tokens),
+    )
+    runner.budget = measured(runner, budget, settings) if device.type == "cuda" else budget
+    return runner
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -130,14 +156,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout) -> Fingerprint:
+def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout, weights: str = "auto") -> Fingerprint:
     """Of what a folder holds, not of its name or place.
 
     Of the config, what the model is made of counts (as read), so that a comment or a version stamp does not
-    part two workers of the same model.
+    part two workers of the same model. `weights`: numbers of int8 weights are another model's.
     """
     model = LlamaConfig.read(config)
-    digest = hashlib.blake2b(f"{model!r}\n{weights_digest(folder)}".encode(), digest_size=16)
+    told = f"{model!r}\n{weights_digest(folder)}" + ("" if weights == "auto" else f"\n{weights}")
+    digest = hashlib.blake2b(told.encode(), digest_size=16)
     tokenizer = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
     return Fingerprint.of(
         layout, model=digest.hexdigest(), tokenizer=tokenizer.hexdigest(), rope=repr(model.rope)

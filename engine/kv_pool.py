@@ -30,5 +30,8 @@ class KvPool:
         A backend may read the end of a part-full block too, here or where the block is handed over to, and
         weigh it with zero: zero times an old NaN is not zero.
         """
-        if len(blocks):
+        if self.memory.device.type == "cpu":
+            for block in blocks.tolist():
+                self.memory[block].zero_()
+        elif len(blocks):
             self.memory.index_fill_(0, blocks, 0)

@@ -15,8 +15,16 @@ class EngineSettings:
     """Tokens a KV block. 16: a shared prefix is found to within 16 tokens, and the unused rest of last
     blocks stays small."""
 
-    kv_memory_bytes: int = 1 << 30
-    """Bytes of memory for KV blocks. 1 GiB holds about 46,000 tokens of the demo model in bf16."""
+    kv_memory_bytes: int = 0
+    """Bytes of memory for KV blocks. 0: on a CPU 1 GiB, which holds about 46,000 tokens of the demo model in
+    bf16; on a GPU what `memory_share` leaves beside weights and steps."""
+
+    memory_share: float = 0.9
+    """Part of a GPU's memory that this process may take in all. Two workers on one GPU: 0.45 each."""
+
+    graphs: bool = True
+    """Whether decodes run as captured CUDA graphs where Triton's attention does. Off starts sooner and takes
+    less memory, and each step waits for its launches."""
 
     max_batch: int = 32
     """Sequences in a step. 32: beyond it a CPU gains little throughput and every stream slows down."""
@@ -42,10 +50,14 @@ class EngineSettings:
     """cpu, cuda, cuda:N or auto, which is cuda where there is a device. KV on a device is copied to host
     memory when it is handed over, and back."""
 
+    weights: str = "auto"
+    """Type of the matrices: auto is `dtype`; int8 (CPU only) halves the bytes of a decode step, to which its
+    time goes, for answers that differ slightly. All workers that hand KV to each other need the same."""
+
     attention: str = "auto"
-    """Backend of attention: cpu (C kernels, compiled at the first start where there is a compiler), gather
-    (plain torch, anywhere) or auto, which is the fastest that works on the device. Which one it is, and why,
-    is logged at start."""
+    """Backend of attention: cpu (C kernels, compiled at the first start where there is a compiler), triton
+    (kernels for NVIDIA GPUs), gather (plain torch, anywhere) or auto, which is the fastest that works on
+    the device. Which one it is, and why, is logged at start."""
 
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""
@@ -61,7 +73,13 @@ class EngineSettings:
     grammar: GrammarSettings = field(default_factory=GrammarSettings)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_memory_bytes", "max_batch", "max_waiting", "threads"):
+        if self.kv_memory_bytes < 0:
+            raise ValueError(
+                f"kv_memory_bytes is {self.kv_memory_bytes}; it must be 0 (what there is) or more"
+            )
+        if not 0.05 <= self.memory_share <= 1.0:
+            raise ValueError(f"memory_share is {self.memory_share}; it must be between 0.05 and 1")
+        for name in ("block_size", "max_batch", "max_waiting", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_step_tokens <= self.max_batch:

@@ -1,4 +1,4 @@
-"""Loads a model folder's safetensors, checks every tensor, and packs matrices for the CPU's products."""
+"""Loads a model folder's safetensors and checks every tensor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+from engine.linear import Linear, Linears
 from fleet.errors import BadRequest
 
 Progress = Callable[[str, int, int], None]
 """Called with ("load", tensors done, tensors in all)."""
-
-_PACKED_FOR = 8
-"""Rows oneDNN lays the weights out for. Laid out for 1 row, batches of 2 to 8 take up to twice the time;
-for 8, neither one row nor long prompts lose anything measurable."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -29,37 +26,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in dtypes:
         raise BadRequest(f"dtype {name!r} is not one of {', '.join(dtypes)}")
     return dtypes[name]
-
-
-class Linear:
-    """A matrix `[out, in]` and perhaps a bias, applied to rows `[n, in]`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._bias = bias
-        self._packed = _can_pack(weight)
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR) if self._packed else weight
-        )
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(
-                rows, self._weight, self._bias, "none", [], ""
-            )
-            return product
-        return torch.nn.functional.linear(rows, self._weight, self._bias)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    """oneDNN's own layout, on CPU, where it has kernels for the type; these operators are not public API."""
-    ops = torch.ops.mkldnn
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    if not all(hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(ops._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -96,8 +62,15 @@ class Checkpoint:
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        weights: str = "auto",
     ) -> None:
+        """`weights`: one of `engine.linear.WEIGHTS`, of the matrices."""
+        self._linears = Linears(weights)
         self._folder, self._dtype, self._device, self._progress = folder, dtype, device, progress
         self._files = ExitStack()
         self._where: dict[str, Any] = {}
@@ -136,7 +109,11 @@ class Checkpoint:
         pairs = list(zip(names, outs, strict=True))
         weight = torch.cat([self.take(f"{name}.weight", (out, inner)) for name, out in pairs])
         biases = torch.cat([self.take(f"{name}.bias", (out,)) for name, out in pairs]) if bias else None
-        return Linear(weight, biases)
+        return self._linears.make(weight, biases)
+
+    def tied(self, weight: Tensor) -> Linear:
+        """A matrix that was taken already, as the head that is the embedding."""
+        return self._linears.make(weight)
 
     def ignore(self, *suffixes: str) -> None:
         """Tensors that some checkpoints carry and that mean nothing."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine.attention.gather import GatherAttention
 from engine.attention.protocol import Attention
 from engine.kv_pool import KvPool
+from engine.settings import EngineSettings
 from fleet.errors import BadRequest
+from fleet.kv_layout import KvLayout
+
+if TYPE_CHECKING:
+    from engine.attention.triton import TritonAttention
+    from engine.graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +51,25 @@ def _gather(pool: KvPool) -> tuple[Attention[Any] | None, str]:
 BACKENDS: dict[str, _Attempt] = {"cpu": _cpu, "triton": _triton, "gather": _gather}
 """In the order in which `auto` tries them; a module that needs much is imported in its attempt. The last
 one works anywhere."""
+
+
+def capture_decodes(
+    model: Any, attention: Attention[Any], layout: KvLayout, settings: EngineSettings, max_tokens: int
+) -> DecodeGraphs | None:
+    """Graphs of the decode steps of a model, where there can be any: on CUDA, under Triton's attention."""
+    if not settings.graphs or not getattr(attention, "capturable", False):
+        return None
+    from engine.graphs import CudaCapture, DecodeGraphs
+    from engine.padding import sizes_for
+
+    return DecodeGraphs(
+        model,
+        cast("TritonAttention", attention),
+        layout,
+        sizes=sizes_for(settings.max_batch),
+        max_tokens=max_tokens,
+        capture=CudaCapture(),
+    )
 
 
 def choose_attention(name: str, pool: KvPool) -> Attention[Any]:

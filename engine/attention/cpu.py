@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class CpuAttention:
         self._write = kernels.function("write_kv", dtype)
         self._decode = kernels.function("decode_attention", dtype)
         self._gather = GatherAttention(pool)
+        tiled = (
+            kernels.amx and dtype == torch.bfloat16 and layout.head_dim % 32 == 0 and layout.head_dim <= 256
+        )
+        self._chunks = kernels.library.chunk_attention if tiled else None
 
     def prepare(self, plan: StepPlan) -> CpuStep:
         layout = self._layout
@@ -58,7 +63,7 @@ class CpuAttention:
             block_size=layout.block_size,
         )
         gathered = None
-        if plan.decodes < plan.sequences:
+        if plan.decodes < plan.sequences and self._chunks is None:
             gathered = replace(self._gather.prepare(plan), decodes=())
         return CpuStep(plan, step, gathered)
 
@@ -70,18 +75,23 @@ class CpuAttention:
         out = torch.empty(queries.shape, dtype=queries.dtype)
         step.heads = queries.shape[1]
         if step.decodes:
-            failed = self._decode(
-                ctypes.byref(step),
-                layer,
-                queries.data_ptr(),
-                queries.stride(0),
-                out.data_ptr(),
-                look.scale,
-                look.window or 0,
-                look.soft_cap or 0.0,
-            )
-            if failed:
-                raise MemoryError("no memory for the scores of a step's decodes")
+            self._call(self._decode, layer, queries, step, look, out)
         if prepared.gathered is not None:
             self._gather.attend_prompts(layer, queries, prepared.gathered, look, out)
+        elif step.decodes < step.sequences:
+            self._call(self._chunks, layer, queries, step, look, out)
         return out
+
+    def _call(self, kernel: Any, layer: int, queries: Tensor, step: Step, look: Look, out: Tensor) -> None:
+        failed = kernel(
+            ctypes.byref(step),
+            layer,
+            queries.data_ptr(),
+            queries.stride(0),
+            out.data_ptr(),
+            look.scale,
+            look.window or 0,
+            look.soft_cap or 0.0,
+        )
+        if failed:
+            raise MemoryError("no memory for the scores of a step")

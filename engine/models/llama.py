@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.attention.protocol import Attention, Look, Prepared
+from engine.linear import Linear
 from engine.ops import Ops, TorchOps
-from engine.weights import Checkpoint, Linear
+from engine.weights import Checkpoint
 from fleet.errors import BadRequest
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -176,7 +177,7 @@ class Llama:
             )
         self._norm = checkpoint.take("model.norm.weight", (hidden,))
         if config.tied:
-            self._head = Linear(self._embedding)
+            self._head: Linear = checkpoint.tied(self._embedding)
             checkpoint.ignore("lm_head.weight")
         else:
             self._head = checkpoint.linear(["lm_head"], (config.vocabulary,), hidden)

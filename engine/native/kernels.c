@@ -3,51 +3,63 @@
 
 /* Weights exp(score - highest) in place over [tokens, lanes], and the sum of each lane; lanes: 1, 2, 4, 8, 16. */
 static void softmax(float *scores, int64_t tokens, int64_t lanes, float scale, float cap, float *sums) {
-    int64_t n = tokens * lanes, j = 0;
-    float high[16], total[16] = {0};
-    for (int k = 0; k < 16; k++) high[k] = -INFINITY;
-    if (cap > 0)
-        for (int64_t i = 0; i < n; i++) scores[i] = cap * fast_tanh(scores[i] * scale / cap);
-    else
-        for (int64_t i = 0; i < n; i++) scores[i] *= scale;
-    for (; j + 16 <= n; j += 16)
-        for (int k = 0; k < 16; k++) high[k] = scores[j + k] > high[k] ? scores[j + k] : high[k];
-    for (int k = 0; j + k < n; k++) high[k] = scores[j + k] > high[k] ? scores[j + k] : high[k];
-    for (int k = 0; k < lanes; k++) {
-        for (int m = k + lanes; m < 16; m += lanes) high[k] = high[m] > high[k] ? high[m] : high[k];
+    int64_t n = tokens * lanes, whole = n - n % 16;
+    f16v high = spread(-INFINITY), total = {0};
+    for (int64_t j = n; j < whole + 16; j++) scores[j] = -INFINITY; /* there is room */
+    n = n > whole ? whole + 16 : whole;
+    for (int64_t j = 0; j < n; j += 16) {
+        f16v value = load16_f32(scores + j) * scale;
+        if (cap > 0) value = cap * fast_tanh(value * (1.0f / cap));
+        if (j == whole)
+            for (int k = 0; k < 16; k++)
+                if (j + k >= tokens * lanes) value[k] = -INFINITY;
+        store16_f32(scores + j, value);
+        high = larger(value, high);
     }
-    for (int k = lanes; k < 16; k++) high[k] = high[k - lanes];
-    for (j = 0; j + 16 <= n; j += 16)
-        for (int k = 0; k < 16; k++) {
-            float weight = fast_exp(scores[j + k] - high[k]);
-            scores[j + k] = weight;
-            total[k] += weight;
-        }
-    for (int k = 0; j + k < n; k++) total[k] += scores[j + k] = fast_exp(scores[j + k] - high[k]);
-    for (int k = 0; k < lanes; k++) {
+    for (int64_t k = 0; k < lanes; k++) {
+        for (int64_t m = k + lanes; m < 16; m += lanes) high[k] = high[m] > high[k] ? high[m] : high[k];
+        for (int64_t m = k + lanes; m < 16; m += lanes) high[m] = high[k];
+    }
+    for (int64_t j = 0; j < n; j += 16) {
+        f16v weight = fast_exp(load16_f32(scores + j) - high);
+        store16_f32(scores + j, weight);
+        total += weight;
+    }
+    for (int64_t k = 0; k < lanes; k++) {
         sums[k] = total[k];
-        for (int m = k + lanes; m < 16; m += lanes) sums[k] += total[m];
+        for (int64_t m = k + lanes; m < 16; m += lanes) sums[k] += total[m];
     }
 }
 
 #if AMX
 #include "amx.h"
+#include "products.h"
+#include "chunk.h"
 #endif
 
 #define T float
 #define LOAD16 load16_f32
+#define LOAD32 load32_f32
+#define PLACE place_f32
+#define STORE16 store16_f32
 #define WIDE wide_f32
 #define NARROW narrow_f32
 #define NAME(name) name##_f32
 #include "typed.h"
 #undef T
 #undef LOAD16
+#undef LOAD32
+#undef PLACE
+#undef STORE16
 #undef WIDE
 #undef NARROW
 #undef NAME
 
 #define T bf16
 #define LOAD16 load16_bf16
+#define LOAD32 load32_bf16
+#define PLACE place_bf16
+#define STORE16 store16_bf16
 #define WIDE wide_bf16
 #define NARROW narrow_bf16
 #define NAME(name) name##_bf16

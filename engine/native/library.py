@@ -62,6 +62,18 @@ _SIGNATURES = {
 }
 """Of functions there is one of for each type, by its suffix."""
 
+_TILE_SIGNATURES = {
+    "chunk_attention": _ATTENTION,
+    "pack_bf16": (c_void_p, c_void_p, c_int64, c_int64),
+    "pack_int8": (c_void_p, c_void_p, c_int64, c_int64),
+    "product_bf16": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int64),
+    "product_int8": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int64),
+}
+"""Of functions that are there only where there are matrix tiles."""
+
+_FAIL = ("decode_attention", "chunk_attention", "product_int8")
+"""These return 1 where they had no memory, else 0; the others nothing."""
+
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -106,11 +118,13 @@ def _declare(library: ctypes.CDLL) -> Native:
     for name, arguments in _SIGNATURES.items():
         for suffix in _SUFFIXES.values():
             function = getattr(library, f"{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
-    for suffix in _SUFFIXES.values():
-        getattr(library, f"decode_attention_{suffix}").restype = c_int32
+            function.argtypes, function.restype = arguments, c_int32 if name in _FAIL else None
     library.has_amx.argtypes, library.has_amx.restype = (), c_int32
-    return Native(library, bool(library.has_amx()))
+    amx = bool(library.has_amx())
+    for name, arguments in _TILE_SIGNATURES.items() if amx else ():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int32 if name in _FAIL else None
+    return Native(library, amx)
 
 
 def _built() -> Path:
@@ -180,5 +194,6 @@ def _compile(compiler: str, path: Path) -> None:
                 made.chmod(0o700)
                 made.replace(path)
                 return
-            said = done.stderr.strip().splitlines()[0] if done.stderr.strip() else f"exit {done.returncode}"
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            said = errors[0].rpartition("/")[2] if errors else f"it ended with {done.returncode}"
         raise Unusable(f"{compiler} did not compile the kernels: {said}")

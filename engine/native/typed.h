@@ -1,4 +1,5 @@
-/* Kernels for one type of element: included once for each, with T, LOAD16, WIDE, NARROW and NAME defined. */
+/* Kernels for one type of element: included once for each, with T, NAME and the
+   conversions defined. */
 
 /* Root-mean-square norm of rows [n, width]; with a residual, rows are added to it first, in place. */
 EXPORT void NAME(rms_norm)(const T *rows, T *residual, const T *weight, T *out, int64_t n, int64_t width,
@@ -8,15 +9,21 @@ EXPORT void NAME(rms_norm)(const T *rows, T *residual, const T *weight, T *out, 
         const T *x = rows + i * width;
         if (residual) {
             T *sum = residual + i * width;
-            for (int64_t j = 0; j < width; j++) sum[j] = NARROW(WIDE(sum[j]) + WIDE(x[j]));
+            int64_t j = 0;
+            for (; j + 16 <= width; j += 16) STORE16(sum + j, LOAD16(sum + j) + LOAD16(x + j));
+            for (; j < width; j++) sum[j] = NARROW(WIDE(sum[j]) + WIDE(x[j]));
             x = sum;
         }
+        f16v parts = {0};
         float squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t j = 0; j < width; j++) squares += WIDE(x[j]) * WIDE(x[j]);
+        int64_t j = 0;
+        for (; j + 16 <= width; j += 16) parts += LOAD16(x + j) * LOAD16(x + j);
+        for (; j < width; j++) squares += WIDE(x[j]) * WIDE(x[j]);
+        for (int k = 0; k < 16; k++) squares += parts[k];
         float factor = 1.0f / sqrtf(squares / (float)width + epsilon);
         T *to = out + i * width;
-        for (int64_t j = 0; j < width; j++) to[j] = NARROW(WIDE(x[j]) * factor * WIDE(weight[j]));
+        for (j = 0; j + 16 <= width; j += 16) STORE16(to + j, LOAD16(x + j) * factor * LOAD16(weight + j));
+        for (; j < width; j++) to[j] = NARROW(WIDE(x[j]) * factor * WIDE(weight[j]));
     }
 }
 
@@ -30,8 +37,13 @@ EXPORT void NAME(rotary)(T *x, const T *cosine, const T *sine, int64_t n, int64_
         const T *c = cosine + i * table_stride, *s = sine + i * table_stride;
         for (int64_t h = 0; h < heads; h++) {
             T *first = x + i * stride + h * dim, *second = first + half;
-#pragma GCC ivdep
-            for (int64_t j = 0; j < half; j++) {
+            int64_t j = 0;
+            for (; j + 16 <= half; j += 16) {
+                f16v a = LOAD16(first + j), b = LOAD16(second + j), co = LOAD16(c + j), si = LOAD16(s + j);
+                STORE16(first + j, a * co - b * si);
+                STORE16(second + j, b * co + a * si);
+            }
+            for (; j < half; j++) {
                 float a = WIDE(first[j]), b = WIDE(second[j]), co = WIDE(c[j]), si = WIDE(s[j]);
                 first[j] = NARROW(a * co - b * si);
                 second[j] = NARROW(b * co + a * si);
@@ -46,17 +58,15 @@ EXPORT void NAME(gated)(const T *x, T *out, int64_t n, int64_t width, int32_t ge
     for (int64_t i = 0; i < n; i++) {
         const T *gate = x + i * 2 * width, *up = gate + width;
         T *to = out + i * width;
-        if (gelu)
-            for (int64_t j = 0; j < width; j++) {
-                float g = WIDE(gate[j]);
-                float t = fast_tanh(0.7978845608f * (g + 0.044715f * g * g * g));
-                to[j] = NARROW(0.5f * g * (1.0f + t) * WIDE(up[j]));
-            }
-        else
-            for (int64_t j = 0; j < width; j++) {
-                float g = WIDE(gate[j]);
-                to[j] = NARROW(g / (1.0f + fast_exp(-g)) * WIDE(up[j]));
-            }
+        int64_t j = 0;
+        for (; j + 16 <= width; j += 16) {
+            f16v g = LOAD16(gate + j);
+            STORE16(to + j, (gelu ? gelu_tanh(g) : silu(g)) * LOAD16(up + j));
+        }
+        for (; j < width; j++) {
+            f16v g = spread(WIDE(gate[j]));
+            to[j] = NARROW((gelu ? gelu_tanh(g) : silu(g))[0] * WIDE(up[j]));
+        }
     }
 }
 
@@ -71,15 +81,17 @@ EXPORT void NAME(write_kv)(const Step *step, int32_t layer, const T *from, int64
     }
 }
 
-/* acc[q] += sum of p[t * lanes + q] * values[t], for 64 columns and `count` queries (at most 4). */
+/* acc[q] += sum of p[t * lanes + q] * values[t], for 64 columns and `count` queries (at most 4); acc holds each
+   32 columns in the order of LOAD32. */
 INLINE void NAME(mix64)(const T *values, int64_t tokens, int64_t dim, const float *p, int lanes, int count,
                         float *acc, int64_t acc_stride) {
     f16v sum[4][4];
     for (int q = 0; q < count; q++)
-        for (int k = 0; k < 4; k++) sum[q][k] = *(f16v *)(acc + q * acc_stride + 16 * k);
+        for (int k = 0; k < 4; k++) sum[q][k] = load16_f32(acc + q * acc_stride + 16 * k);
     for (int64_t t = 0; t < tokens; t++) {
-        const T *row = values + t * dim;
-        f16v v0 = LOAD16(row), v1 = LOAD16(row + 16), v2 = LOAD16(row + 32), v3 = LOAD16(row + 48);
+        f16v v0, v1, v2, v3;
+        LOAD32(values + t * dim, &v0, &v1);
+        LOAD32(values + t * dim + 32, &v2, &v3);
         for (int q = 0; q < count; q++) {
             float weight = p[t * lanes + q];
             sum[q][0] += weight * v0;
@@ -89,7 +101,7 @@ INLINE void NAME(mix64)(const T *values, int64_t tokens, int64_t dim, const floa
         }
     }
     for (int q = 0; q < count; q++)
-        for (int k = 0; k < 4; k++) *(f16v *)(acc + q * acc_stride + 16 * k) = sum[q][k];
+        for (int k = 0; k < 4; k++) store16_f32(acc + q * acc_stride + 16 * k, sum[q][k]);
 }
 
 INLINE void NAME(mix)(const T *values, int64_t tokens, int64_t dim, const float *p, int lanes, int count,
@@ -136,6 +148,7 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
     int64_t groups = (shared + 15) / 16; /* of at most 16 queries that share a KV head */
     int64_t each = (shared + groups - 1) / groups;
     int64_t lanes = each > 8 ? 16 : each > 4 ? 8 : each > 2 ? 4 : each;
+    int64_t page = size * dim * (int64_t)sizeof(T) < 4096 ? size * dim * (int64_t)sizeof(T) : 4096;
     int32_t failed = 0;
 #pragma omp parallel for schedule(dynamic) collapse(3) if (step->decodes * step->kv_heads > 1)
     for (int64_t i = 0; i < step->decodes; i++)
@@ -165,6 +178,7 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
                 for (int64_t t = first; t < end;) {
                     int64_t offset = t % size, some = size - offset < end - t ? size - offset : end - t;
                     const T *keys = base + table[t / size] * block + offset * dim;
+                    if (t / size + 2 < step->width) prefetch(base + table[t / size + 2] * block, page);
                     float *to = scores + (t - first) * lanes;
 #if AMX
                     if (tiled)
@@ -182,12 +196,17 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
                 for (int64_t t = begin; t < end;) {
                     int64_t offset = t % size, some = size - offset < end - t ? size - offset : end - t;
                     const T *values = base + table[t / size] * block + offset * dim + to_values;
+                    if (t / size + 2 < step->width) prefetch(base + table[t / size + 2] * block + to_values, page);
                     NAME(mix)(values, some, dim, seen + (t - begin) * lanes, lanes, count, mixed);
                     t += some;
                 }
                 T *to = out + (i * step->heads + kv * shared + from) * dim;
+                int64_t paired = dim - dim % 64;
                 for (int64_t q = 0; q < count; q++)
-                    for (int64_t j = 0; j < dim; j++) to[q * dim + j] = NARROW(mixed[q * dim + j] / sums[q]);
+                    for (int64_t j = 0; j < dim; j++) {
+                        int64_t at = j < paired ? j - j % 32 + PLACE(j % 32) : j;
+                        to[q * dim + j] = NARROW(mixed[q * dim + at] / sums[q]);
+                    }
             }
     return failed;
 }

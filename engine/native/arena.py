@@ -1,0 +1,31 @@
+"""Memory for weights in large pages, handed out in the order in which it will be read."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_PIECE = 64 << 20
+"""Bytes asked of the system at a time."""
+
+_ALIGN = 4096
+
+
+class Arena:
+    """A step reads all weights once: with small pages, finding them takes a tenth of its time and more."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> Tensor:
+        """uint8 `[count]`, not cleared; it lives as long as anybody holds it."""
+        size = -(-count // _ALIGN) * _ALIGN
+        if len(self._left) < size:
+            memory = mmap.mmap(-1, max(_PIECE, size))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._left = torch.frombuffer(memory, dtype=torch.uint8)
+        taken, self._left = self._left[:count], self._left[size:]
+        return taken
