@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec import Struct
+
 from fleet.ids import Incarnation, RequestId, WorkerId
 
 
@@ -15,32 +17,28 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(Struct, frozen=True):
     """These blocks can be hit now. `hashes` are `short()` names, in chain order."""
 
     hashes: tuple[int, ...]
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksDropped:
+class BlocksDropped(Struct, frozen=True):
     """The last copy at this tier is gone."""
 
     hashes: tuple[int, ...]
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(Struct, frozen=True):
     """Nothing is cached any more."""
 
 
 KvEvent = BlocksStored | BlocksDropped | Cleared
 
 
-@dataclass(frozen=True, slots=True)
-class KvEvents:
+class KvEvents(Struct, frozen=True):
     """One engine step's changes; numbered without gaps within one incarnation, from 1."""
 
     worker: WorkerId

@@ -14,6 +14,7 @@ from fleet.ids import Incarnation, WorkerId
 PART_BLOCKS = 2048
 """Blocks in one part of a snapshot, about: what a router takes in within a fraction of a millisecond."""
 _PLACE = {tier: place for place, tier in enumerate(Tier)}
+_NEAREST = next(iter(Tier))
 _TURN = 21
 """Bits by which each tier's xor is turned before they are added up: a block that moves changes the sum."""
 
@@ -43,18 +44,19 @@ class KvTable:
 
     def store(self, names: Sequence[int], tier: Tier = Tier.DEVICE) -> int:
         """Returns how many are new."""
-        place = _PLACE[tier]
+        place = 0 if tier is _NEAREST else _PLACE[tier]
         held = self.held[place]
         before = len(held)
         deque(map(held.setdefault, names, names), maxlen=0)
-        # A dict keeps its order, so that those at its end are the new ones.
         new = len(held) - before
-        self._xors[place] ^= reduce(xor, islice(reversed(held), new), 0)
+        # A dict keeps its order, so that those at its end are the new ones.
+        told = names if new == len(names) else islice(reversed(held), new)
+        self._xors[place] ^= reduce(xor, told, 0)
         return new
 
     def drop(self, names: Iterable[int], tier: Tier = Tier.DEVICE) -> int:
         """Returns how many were there."""
-        place = _PLACE[tier]
+        place = 0 if tier is _NEAREST else _PLACE[tier]
         held = self.held[place]
         before = len(held)
         self._xors[place] ^= reduce(xor, map(held.pop, names, repeat(0)), 0)

@@ -320,7 +320,10 @@ class PrefixIndex:
             else:
                 grown += worker.table.apply(event)
                 named += len(event.hashes)
-        self._grow(grown)
+        if grown > 0:
+            self._grow(grown)
+        else:
+            self.size += grown
         if worker.looked_for is not None:
             self._look(worker)
         return named

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] = ()) -> int:
             for apart, herd in ((True, 0.0), (True, 0.25), (False, 0.25)):
                 if routers == 1 and apart:
                     continue
-                waits, imbalance = play(routers, rate, 60 if quick else 1200, apart, herd)
+                waits, imbalance = play(routers, rate, 60 if quick else 800, apart, herd)
                 emit("sim_routers", "ms to first token", waits, routers=routers, rate=rate, apart=apart,
                      herd_share=herd, longest_over_mean_queue=round(imbalance, 2))  # fmt: skip
     return 0

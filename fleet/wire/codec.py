@@ -485,15 +485,22 @@ def decode_kv_events(data: bytes) -> KvEvents:
 
 def _kv_event(message: Any) -> KvEvent:
     kind = message.WhichOneof("event")
+    if kind == "stored":
+        said = message.stored
+        return BlocksStored(_named(said.hashes), _tier(said.tier))
+    if kind == "dropped":
+        said = message.dropped
+        return BlocksDropped(_named(said.hashes), _tier(said.tier))
     if kind == "cleared":
         return Cleared()
-    if kind is None:
-        raise ValueError("KvEvent is none of stored, dropped, cleared")
-    said = message.stored if kind == "stored" else message.dropped
-    tier = _TIERS.get(said.tier)
+    raise ValueError("KvEvent is none of stored, dropped, cleared")
+
+
+def _tier(name: str) -> Tier:
+    tier = _TIERS.get(name)
     if tier is None:
-        raise ValueError(f"{said.tier!r} is no tier")
-    return (BlocksStored if kind == "stored" else BlocksDropped)(_named(said.hashes), tier)
+        raise ValueError(f"{name!r} is no tier")
+    return tier
 
 
 def encode_kv_snapshot(snapshot: KvSnapshot) -> bytes:

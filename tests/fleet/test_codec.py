@@ -6,7 +6,6 @@ import math
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from fleet.events import (
     BlocksStored,
     Cleared,
     Dispatch,
+    KeyUse,
     KvDigest,
     KvEvents,
     KvSnapshot,
@@ -142,7 +142,7 @@ FRAME = st.builds(
     tuples(st.builds(Lent, COUNT, TICKET)),
 )
 EVENT = st.one_of(st.from_type(BlocksStored), st.from_type(BlocksDropped), st.just(Cleared())).map(
-    lambda event: event if isinstance(event, Cleared) else replace(event, hashes=(0, 5, 2**64 - 1))
+    lambda event: event if isinstance(event, Cleared) else structs.replace(event, hashes=(0, 5, 2**64 - 1))
 )
 EVENTS = st.builds(KvEvents, TEXT, TEXT, TOTAL, tuples(EVENT))
 SNAPSHOT = st.builds(KvSnapshot, TEXT, TEXT, TOTAL, NAMES, NAMES, NAMES, COUNT, COUNT)
@@ -173,6 +173,7 @@ MOVES = st.builds(
     st.booleans(),
     tuples(st.builds(Dispatch, TEXT, TEXT, TEXT, COUNT, COUNT)),
     tuples(st.builds(Settled, TEXT, TEXT)),
+    tuples(st.builds(KeyUse, TEXT, TOTAL, TOTAL, TOTAL)),
 )
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -246,10 +247,18 @@ def test_events_that_are_none_name_what_is_wrong() -> None:
 
 def test_strategies_draw_every_field() -> None:
     """A field added to a word and forgotten above would not be tested."""
-    drawn = {Sampling: 15, Request: 9, KvTicket: 7, PrefillJob: 4, DecodeJob: 5, Started: 2, Prefilled: 6}
+    drawn: dict[Any, int] = {
+        Sampling: 15,
+        Request: 9,
+        KvTicket: 7,
+        PrefillJob: 4,
+        DecodeJob: 5,
+        Started: 2,
+        Prefilled: 6,
+    }
     drawn |= {Token: 3, Ended: 6, Usage: 3, TokenLogprobs: 2, Frame: 6, Scored: 3, KvEvents: 4, KvSnapshot: 8}
     drawn |= {Lent: 2, Proceed: 2, Renew: 1, Holder: 6}
-    drawn |= {RouterMoves: 6, Dispatch: 5, Settled: 2}
+    drawn |= {RouterMoves: 7, Dispatch: 5, Settled: 2, KeyUse: 4}
     drawn |= {KvDigest: 3, LoadReport: 16, Constraint: 2}
     assert {word: len(word.__match_args__) for word in drawn} == drawn
 
