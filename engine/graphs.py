@@ -83,7 +83,6 @@ class DecodeGraphs:
         model: DecodingModel,
         attention: TritonAttention,
         layout: KvLayout,
-        device: torch.device,
         *,
         sizes: Sequence[int],
         max_tokens: int,
@@ -91,14 +90,17 @@ class DecodeGraphs:
     ) -> None:
         """Captures at once, the largest size first, so that smaller ones find its memory."""
         self._attention, self._layout = attention, layout
+        device = attention.device
         self._staging = Staging(device)
         self._sizes = tuple(sorted(sizes))
         width = layout.blocks_for(max_tokens)
         _, head = offsets(padding.regions(self._sizes[-1]))
         self._buffer = torch.zeros(head + self._sizes[-1] * width * 4, dtype=torch.uint8, device=device)
-        self._graphs = {
-            size: self._captured(model, size, width, capture) for size in sorted(self._sizes, reverse=True)
-        }
+        with torch.inference_mode():
+            self._graphs = {
+                size: self._captured(model, size, width, capture)
+                for size in sorted(self._sizes, reverse=True)
+            }
         log.info("captured decode steps of %s sequences", ", ".join(map(str, self._sizes)))
 
     @property

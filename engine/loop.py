@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.runner import Runner
@@ -82,12 +82,14 @@ class Engine:
         settings: EngineSettings,
         sink: Callable[[StepReport], None],
         constrain: Constrain | None = None,
+        memory: Mapping[str, int] | None = None,
     ) -> None:
         """`sink` is called by `run` only, once or twice a step, and must not raise. A sequence's last word
         is `Finished`, or `Held` for a `hold` sequence that was computed. Without `constrain`, constraints
-        are refused."""
+        are refused. `memory`: where the device's bytes go (`MemoryBudget.counters`), told with the load."""
         self._runner = runner
         self._constrain = constrain
+        self._memory = dict(memory or {})
         self._sink = sink
         self._scheduler = Scheduler(
             blocks=runner.blocks,
@@ -243,7 +245,7 @@ class Engine:
             decode_step_s=self._speeds.decode_step_s,
             decode_batch=self._speeds.decode_batch,
             stalled_s=self._now() - self._progress_at if self._owes_progress else 0.0,
-            counters=scheduler.totals(),
+            counters=scheduler.totals() | self._memory,
         )
 
     def families(self) -> list[Family]:

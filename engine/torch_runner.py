@@ -16,6 +16,7 @@ import torch
 from engine import sampler
 from engine.attention.protocol import Attention
 from engine.kv_pool import KvPool
+from engine.memory import MemoryBudget
 from engine.models.llama import Llama
 from engine.sparing import OutOfMemory, Sparing
 from engine.step_plan import Ints, plan_step
@@ -53,6 +54,8 @@ class TorchRunner:
         """`host`: uint8 `[blocks, block_bytes]`, where the pool is not itself the memory that others read.
         `graphs`: of the same model, pool and attention."""
         self._host, self._graphs = host, graphs
+        self.budget: MemoryBudget | None = None
+        """Where its memory goes, once it was planned or measured."""
         self._sparing = Sparing(self.step)
         self._by_kernels = device.type == "cuda" and find_spec("triton") is not None
         self._model, self._pool, self._attention = model, pool, attention
@@ -67,6 +70,10 @@ class TorchRunner:
     @property
     def fingerprint(self) -> Fingerprint:
         return self._fingerprint
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def max_tokens(self) -> int:

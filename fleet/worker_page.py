@@ -12,7 +12,14 @@ ENDS = ("finished", "cancelled", "failed")
 """Counters of the engine that say how sequences ended."""
 TIERS: Mapping[str, str] = {"cached_tokens": "device"}
 """Counters of prompt tokens that were found in the prefix cache → where."""
-GAUGES = ("leases",)
+GAUGES = (
+    "leases",
+    "memory_weights_bytes",
+    "memory_activations_bytes",
+    "memory_graphs_bytes",
+    "memory_kv_bytes",
+    "memory_device_bytes",
+)
 """Among the counters, the ones that may fall."""
 
 

@@ -47,7 +47,10 @@ class TritonAttention:
                     f"Triton's kernels want an Ampere GPU or a later one; this one is {capability}"
                 )
         self._values, self._layout = pool.values, pool.layout
-        self._staging = Staging(pool.memory.device)
+        self.device = pool.memory.device
+        self.capturable = self.device.type == "cuda"
+        """Whether steps can be captured as CUDA graphs."""
+        self._staging = Staging(self.device)
         self.processors: int = (
             torch.cuda.get_device_properties(pool.memory.device).multi_processor_count
             if pool.memory.device.type == "cuda"

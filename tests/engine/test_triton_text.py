@@ -31,7 +31,6 @@ def test_text_of_padded_steps_is_that_of_eager_ones(
     eager = drive(small_runner("llama3", attention="gather", block_size=8, kv_memory_bytes=1 << 18))
     attention = runner._attention
     assert isinstance(attention, TritonAttention)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ran: list[int] = []
 
     def noting(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -42,10 +41,9 @@ def test_text_of_padded_steps_is_that_of_eager_ones(
 
         return replay
 
-    with torch.inference_mode():
-        runner._graphs = DecodeGraphs(
-            runner._model, attention, runner.layout, device, sizes=(1, 4), max_tokens=64, capture=noting
-        )
+    runner._graphs = DecodeGraphs(
+        runner._model, attention, runner.layout, sizes=(1, 4), max_tokens=64, capture=noting
+    )
     padded = drive(runner)
     texts = []
     for driver in (padded, eager):
