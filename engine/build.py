@@ -119,10 +119,14 @@ def build_runner(
         host = torch.from_numpy(memory)
         pool = KvPool(layout, torch.zeros(memory.shape, dtype=torch.uint8, device=device))
     config = read_config(folder)
-    with Checkpoint(folder, torch_dtype(layout.dtype), device, progress) as checkpoint:
-        model = Llama(LlamaConfig.read(config), checkpoint, choose_ops(torch_dtype(layout.dtype), device))
+    with Checkpoint(folder, torch_dtype(layout.dtype), device, progress, settings.weights) as checkpoint:
+        model = Llama(
+            LlamaConfig.read(config),
+            checkpoint,
+            choose_ops(torch_dtype(layout.dtype), device, settings.attention),
+        )
     attention = choose_attention(settings.attention, pool)
-    identity = fingerprint(folder, config, layout)
+    identity = fingerprint(folder, config, layout, settings.weights)
     budget = planned(
         folder, model.config, layout, replace(settings, kv_memory_bytes=pool.memory.nbytes), device
     )
@@ -152,14 +156,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout) -> Fingerprint:
+def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout, weights: str = "auto") -> Fingerprint:
     """Of what a folder holds, not of its name or place.
 
     Of the config, what the model is made of counts (as read), so that a comment or a version stamp does not
-    part two workers of the same model.
+    part two workers of the same model. `weights`: numbers of int8 weights are another model's.
     """
     model = LlamaConfig.read(config)
-    digest = hashlib.blake2b(f"{model!r}\n{weights_digest(folder)}".encode(), digest_size=16)
+    told = f"{model!r}\n{weights_digest(folder)}" + ("" if weights == "auto" else f"\n{weights}")
+    digest = hashlib.blake2b(told.encode(), digest_size=16)
     tokenizer = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
     return Fingerprint.of(
         layout, model=digest.hexdigest(), tokenizer=tokenizer.hexdigest(), rope=repr(model.rope)

@@ -50,10 +50,14 @@ class EngineSettings:
     """cpu, cuda, cuda:N or auto, which is cuda where there is a device. KV on a device is copied to host
     memory when it is handed over, and back."""
 
+    weights: str = "auto"
+    """Type of the matrices: auto is `dtype`; int8 (CPU only) halves the bytes of a decode step, to which its
+    time goes, for answers that differ slightly. All workers that hand KV to each other need the same."""
+
     attention: str = "auto"
-    """Backend of attention: cpu (C kernels, compiled at the first start where there is a compiler), gather
-    (plain torch, anywhere) or auto, which is the fastest that works on the device. Which one it is, and why,
-    is logged at start."""
+    """Backend of attention: cpu (C kernels, compiled at the first start where there is a compiler), triton
+    (kernels for NVIDIA GPUs), gather (plain torch, anywhere) or auto, which is the fastest that works on
+    the device. Which one it is, and why, is logged at start."""
 
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""
