@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client.parser import text_string_to_metric_families
 from whole_fleet import MODEL, Answer, Box, workload
 
 from fleet.errors import DeadlineExceeded, FleetError, Overloaded
@@ -15,6 +16,7 @@ from fleet.handoff import CancelReason
 from fleet.metrics import Buckets, Family, Kind
 from fleet.request import Request, Sampling
 from fleet.stages import Timeline
+from fleet.telemetry import page
 from fleet.virtual_time import run
 from router.exposition import families
 from router.run import RunEnd
@@ -47,13 +49,18 @@ class Watch:
     looks: int = 0
     _seen: dict[tuple[str, tuple[str, ...]], list[float]] = field(default_factory=dict)
 
-    def look(self, box: Box) -> None:
+    async def look(self, box: Box) -> None:
         self.looks += 1
         self._look("router", scrape(box).values())
         for worker in box.workers.values():
             if hasattr(worker, "transfer"):
                 told = [*worker.process.call(worker.chassis.families), *worker.engine.families()]
-                self._look(worker.incarnation, [*told, *worker.transfer.families()])
+                told += worker.transfer.families()
+                self._look(worker.incarnation, told)
+                if self.looks % 10 == 0:
+                    await readable(told)
+        if self.looks % 10 == 0:
+            await readable([*scrape(box).values()])
 
     def _look(self, life: str, told: Iterable[Family]) -> None:
         for family in told:
@@ -67,6 +74,24 @@ class Watch:
                 before = self._seen.get((name, key), [0.0] * len(now))
                 assert all(old <= new for old, new in zip(before, now, strict=True)), f"{name}{key} fell"
                 self._seen[name, key] = now
+
+
+async def readable(told: Sequence[Family]) -> None:
+    """Their page as Prometheus reads it: whole, buckets cumulative, nothing negative, each series once."""
+    lines = (await page(told)).decode()
+    seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+    for family in text_string_to_metric_families(lines):
+        buckets: dict[tuple[tuple[str, str], ...], float] = {}
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in seen, f"{key} is told twice"
+            seen.add(key)
+            assert sample.value >= 0, f"{key} is {sample.value}"
+            if sample.name.endswith("_bucket"):
+                others = tuple(pair for pair in key[1] if pair[0] != "le")
+                assert buckets.get(others, 0.0) <= sample.value, f"{key} is not cumulative"
+                buckets[others] = sample.value
+    assert seen
 
 
 async def ask(box: Box, request: Request, leaves_s: float | None) -> str:
@@ -106,7 +131,7 @@ def test_every_request_is_counted_once_wherever_it_was_left() -> None:
             began, asked = loop.time(), []
             for number, (at, prompt, sampling) in enumerate(workload(120, seed=7)):
                 await asyncio.sleep(max(0.0, began + at - loop.time()))
-                watch.look(box)
+                await watch.look(box)
                 leaves = chance.choice([None, 0.0, chance.expovariate(30.0), chance.expovariate(3.0)])
                 deadline_s = 0.05 if number % 9 == 0 else 600.0
                 request = box.request(prompt, sampling, number, deadline_s)
@@ -120,7 +145,7 @@ def test_every_request_is_counted_once_wherever_it_was_left() -> None:
             truth = Counter(await asyncio.gather(*asked))
             await box.until(box.ready)
             await box.rest()
-            watch.look(box)
+            await watch.look(box)
             elapsed = loop.time() - began
             seen = scrape(box)
             assert watch.looks > 100
@@ -192,7 +217,7 @@ def test_a_worker_that_left_leaves_no_series() -> None:
                 }  # fmt: skip
 
             before = {name: len(family.series) for name, family in scrape(box).items()}
-            for _ in range(5):
+            for _ in range(12):
                 await box.kill("decode-1")
                 await box.until(lambda: names() == {"prefill-0", "decode-0"})
                 box.start(box.workers["decode-0"].role, "decode-1")
