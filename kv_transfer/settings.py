@@ -14,8 +14,9 @@ class TransferSettings:
     lease_s: float = 10.0
     """Seconds that blocks stay pinned without a renewal; what a dead reader costs at most. Readers renew
     at a third of it, so a slow but living one loses nothing."""
-    chunk_bytes: int = 16 << 20
-    """Most bytes a request; bounds what a cancel waits for. 16–32 MiB keeps every path busy."""
+    chunk_bytes: int = 4 << 20
+    """Most bytes a request; bounds what a cancel waits for. Several of 4 MiB are copied, verified and asked
+    for at the same time: pulls of 8 to 12 MiB took half the time of those in one request."""
     in_flight_bytes: int = 32 << 20
     """Most bytes requested and not yet arrived, for each source."""
     checksum: bool = True

@@ -165,7 +165,8 @@ def test_a_reader_killed_or_frozen_ends_its_pins_by_lease_and_the_source_serves_
 ):
     async def test():
         async with bench(real_transport) as world:
-            source = await world.side("p", blocks=BLOCKS, block_bytes=BLOCK_BYTES, lease_s=0.5, **LIMITS)
+            # Long enough for a reader on a busy machine to find its way before its first renewal is due.
+            source = await world.side("p", blocks=BLOCKS, block_bytes=BLOCK_BYTES, lease_s=2.0, **LIMITS)
             served = source.transfer.counters
             for _ in range(2):
                 async with Process.spawn("d", real_transport) as reader:
