@@ -117,15 +117,10 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "quarantine off": (
         (
             "engine/scheduler.py",
-            (
-                "            self.pool.quarantine(sequence.blocks[cached:])\n"
-                "            self._quarantine[sequence.id] = sequence.blocks[cached:]"
-            ),
-            (
-                "            self.pool.release(sequence.blocks[cached:])\n"
-                "            self._quarantine[sequence.id] = []"
-            ),
+            "            self.pool.quarantine(sequence.blocks[cached:])",
+            "            self.pool.release(sequence.blocks[cached:])",
         ),
+        ("engine/scheduler.py", "_GivenUp(sequence.blocks[cached:], sequence", "_GivenUp([], sequence"),
     ),
     "pull cancelled without its fence": (
         ("kv_transfer/transport.py", ("        await finish(end())\n        raise"), "        raise"),
@@ -140,8 +135,25 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "KV proven beyond what came": (
         (
             "decode_worker/service.py",
-            "        proven = have * size if have < needed else max(ticket.tokens, cached * size)",
-            "        proven = max(ticket.tokens, cached * size)",
+            "= have * size if have < needed else max(ticket.tokens, cached * size)",
+            "= max(ticket.tokens, cached * size)",
+        ),
+    ),
+    "KV that was on its way when it was given up is kept": (
+        (
+            "decode_worker/service.py",
+            "                await self._transfer.pull(ticket, pairs, self._pull_limit_s)\n",
+            (
+                "                here.tokens = (have + len(pairs)) * size\n"
+                "                await self._transfer.pull(ticket, pairs, self._pull_limit_s)\n"
+            ),
+        ),
+    ),
+    "what was given up is kept without what was before it": (
+        (
+            "engine/scheduler.py",
+            "if len(before) == first else []",
+            "if True else []",
         ),
     ),
     "early leg kept when prefill is lost": (
