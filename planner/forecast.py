@@ -39,6 +39,8 @@ class Forecast:
         # Weighted sums of 1, t, t², y, ty, y², with t counted from `_at`.
         self._line = [0.0] * 6
         self._profile: dict[int, float] = {}
+        self._usual_weight = self._usual_sum = 0.0
+        """Of the profile what the level is of the rate: as late, so that the two can be compared."""
         self._slot: int | None = None
         self._slot_sum = self._slot_seconds = 0.0
 
@@ -65,6 +67,10 @@ class Forecast:
             yy * fade + rate * rate,
         ]
         self._season(count, seconds, now)
+        usual = self._profile.get(self._slot_of(now))
+        if usual is not None:
+            self._usual_weight = self._usual_weight * keep + (1 - keep)
+            self._usual_sum = self._usual_sum * keep + (1 - keep) * usual
 
     @property
     def level(self) -> float | None:
@@ -97,13 +103,11 @@ class Forecast:
         """None: no season was seen whole yet."""
         if self._since is None or self._at - self._since < self._season_s:
             return None
-        here, there = (
-            self._profile.get(self._slot_of(self._at)),
-            self._profile.get(self._slot_of(self._at + ahead_s)),
-        )
-        if not here or there is None:
+        there = self._profile.get(self._slot_of(self._at + ahead_s))
+        usual = self._usual_sum / self._usual_weight if self._usual_weight else 0.0
+        if there is None or not usual:
             return there
-        return there * min(_MOST_SCALE, max(1 / _MOST_SCALE, level / here))
+        return there * min(_MOST_SCALE, max(1 / _MOST_SCALE, level / usual))
 
     def _slot_of(self, now: float) -> int:
         return int(now / self._season_s * _SLOTS) % _SLOTS
