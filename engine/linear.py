@@ -19,8 +19,9 @@ for 8, neither one row nor long prompts lose anything measurable."""
 
 
 class Linear(Protocol):
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Rows `[n, in]`, contiguous, times the matrix `[out, in]` plus its bias: `[n, out]`."""
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        """Rows `[n, in]`, contiguous, times the matrix `[out, in]` plus its bias: `[n, out]`; `wide` in
+        float32, where the product has it not rounded."""
         ...
 
 
@@ -43,7 +44,8 @@ class Linears:
             if self._int8:
                 return TiledInt8(tiles, self._arena, weight, bias)
             return Tiled(tiles, self._arena, weight, bias)
-        if self._int8:
+        # torch's kernel for bfloat16 is wrong, or crashes, where the inner size is no multiple of 32.
+        if self._int8 and weight.shape[1] % 32 == 0:
             return PlainInt8(weight, bias)
         return Packed(weight, bias) if _can_pack(weight) else Plain(weight, bias)
 
@@ -54,8 +56,9 @@ class Plain:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return torch.nn.functional.linear(rows, self._weight, self._bias)
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
+        product = torch.nn.functional.linear(rows, self._weight, self._bias)
+        return product.float() if wide else product
 
 
 class Packed:
@@ -65,9 +68,9 @@ class Packed:
         self._bias = bias
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return product
+        return product.float() if wide else product
 
 
 class Tiled:
@@ -83,15 +86,15 @@ class Tiled:
         self._product = kernels.library.product_bf16
         kernels.library.pack_bf16(weight.data_ptr(), self._weight_at, self._out, self._in)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         count = rows.shape[0]
-        out = rows.new_empty(count, self._out)
+        out = torch.empty(count, self._out, dtype=torch.float32 if wide else torch.bfloat16)
         self._product(
             rows.data_ptr(),
             self._weight_at,
             self._bias_at,
             out.data_ptr(),
-            0,
+            wide,
             count,
             self._out,
             self._in,
@@ -114,16 +117,16 @@ class TiledInt8:
         self._product = kernels.library.product_int8
         kernels.library.pack_int8(quantized.data_ptr(), self._weight_at, self._out, self._in)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         count = rows.shape[0]
-        out = rows.new_empty(count, self._out)
+        out = torch.empty(count, self._out, dtype=torch.float32 if wide else torch.bfloat16)
         failed = self._product(
             rows.data_ptr(),
             self._weight_at,
             self._scales_at,
             self._bias_at,
             out.data_ptr(),
-            0,
+            wide,
             count,
             self._out,
             self._in,
@@ -141,16 +144,18 @@ class PlainInt8:
         self._weight, scales = _quantized(weight)
         self._scales = scales.to(weight.dtype)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, wide: bool = False) -> Tensor:
         product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._weight, self._scales)
-        return product if self._bias is None else product.add_(self._bias)
+        if self._bias is not None:
+            product = product.add_(self._bias)
+        return product.float() if wide else product
 
 
 def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 `[out, in]`, and what each output's numbers are to be multiplied by, float32 `[out]`."""
     wide = weight.float()
     scales = wide.abs().amax(dim=1).div_(127.0).clamp_(min=torch.finfo(torch.float32).tiny)
-    return wide.div_(scales.unsqueeze(1)).round_().to(torch.int8), scales
+    return (wide / scales.unsqueeze(1)).round_().to(torch.int8), scales
 
 
 def _tiles(weight: Tensor) -> Native | None:

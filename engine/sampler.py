@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import noise
+from engine.native.library import Unusable, native
 from engine.words import Chunk
 from fleet.request import TokenLogprobs
 
@@ -50,7 +51,7 @@ def draw(
 
 
 def _by_torch(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
-    best, tokens = logits.max(dim=-1)
+    best, tokens = _highest(logits)
     if not bool(torch.isfinite(best).all()):
         _refuse(best.tolist())
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
@@ -72,6 +73,21 @@ def _by_kernels(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
 def _refuse(best: Sequence[float]) -> None:
     bad = [row for row, value in enumerate(best) if not np.isfinite(value)]
     raise ValueError(f"the model gave logits that are not finite numbers, in rows {bad} of a step")
+
+
+def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, and its first place: torch takes five times as long on a CPU."""
+    if logits.device.type == "cpu" and logits.is_contiguous():
+        try:
+            highest = native(logits.dtype).library.highest
+        except Unusable:
+            pass
+        else:
+            best, places = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+            highest(logits.data_ptr(), *logits.shape, best.data_ptr(), places.data_ptr())
+            return best, places
+    found = logits.max(dim=-1)
+    return found.values, found.indices
 
 
 def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:

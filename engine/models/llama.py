@@ -218,4 +218,4 @@ class Llama:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """`[rows, vocabulary]`, float32, of these rows of a last hidden state."""
         found = self._ops.rms_norm(hidden[rows], self._norm, self.config.epsilon)
-        return self._head(found).float()
+        return self._head(found, wide=True)

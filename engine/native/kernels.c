@@ -65,6 +65,34 @@ static void softmax(float *scores, int64_t tokens, int64_t lanes, float scale, f
 #define NAME(name) name##_bf16
 #include "typed.h"
 
+/* Of each row of [n, width] the largest number and the first place of it; not a number, where there is one. */
+EXPORT void highest(const float *x, int64_t n, int64_t width, float *most, int64_t *place) {
+#pragma omp parallel for schedule(static) if (n > 1)
+    for (int64_t i = 0; i < n; i++) {
+        const float *row = x + i * width;
+        f16v high = spread(-INFINITY), strange = {0};
+        int64_t j = 0;
+        for (; j + 16 <= width; j += 16) {
+            f16v value = load16_f32(row + j);
+            high = larger(value, high);
+            strange += value * 0.0f; /* 0, or not a number: of infinities too, which are looked at below */
+        }
+        float best = -INFINITY, sum = 0.0f;
+        for (int k = 0; k < 16; k++) best = high[k] > best ? high[k] : best, sum += strange[k];
+        for (; j < width; j++) best = row[j] > best ? row[j] : best, sum += row[j] * 0.0f;
+        if (sum != sum) /* -inf is a number here: a constraint puts it where it forbids a token */
+            for (j = 0; j < width; j++)
+                if (row[j] != row[j]) best = NAN;
+        most[i] = best;
+        place[i] = 0;
+        for (j = 0; j < width; j++)
+            if (row[j] == best) {
+                place[i] = j;
+                break;
+            }
+    }
+}
+
 /* Whether the kernels for AMX are in and the system lets this process use it. */
 EXPORT int32_t has_amx(void) {
 #if AMX

@@ -119,6 +119,8 @@ def _declare(library: ctypes.CDLL) -> Native:
         for suffix in _SUFFIXES.values():
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, c_int32 if name in _FAIL else None
+    library.highest.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+    library.highest.restype = None
     library.has_amx.argtypes, library.has_amx.restype = (), c_int32
     amx = bool(library.has_amx())
     for name, arguments in _TILE_SIGNATURES.items() if amx else ():
