@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from servers import Etcd, eventually
 
-from fleet.registry import Registry, View
+from fleet.registry import Condition, Registry, View
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.registry.memory import MemoryHub
 
@@ -151,5 +151,45 @@ def test_the_keys_of_many_leases_are_apart(play: Callable[[Case], None]) -> None
         await eventually(lambda: eye.sees({f"/w/{i}": b"x" for i in range(5) if i != 2}))
         await registry.close()
         await eventually(lambda: bool(eye.views) and eye.views[-1].values == {})
+
+    play(case)
+
+
+def test_writes_happen_on_conditions_or_not_at_all(play: Callable[[Case], None]) -> None:
+    async def case(make: Callable[[], Registry]) -> None:
+        one, other = make(), make()
+        assert await one.entry("/a") is None
+        absent = [Condition("/a", created=0)]
+        revision = await one.put_if(absent, {"/a": b"1", "/b": b"2"})
+        assert revision is not None
+        assert await other.put_if(absent, {"/a": b"x"}) is None
+        entry = await other.entry("/a")
+        assert entry is not None
+        assert (entry.value, entry.created, entry.modified) == (b"1", revision, revision)
+        assert await other.put_if([Condition("/a", modified=entry.modified)], {"/a": b"3"}) is not None
+        again = [Condition("/a", modified=entry.modified), Condition("/b", created=revision)]
+        assert await one.put_if(again, {"/b": b"lost"}) is None
+        assert await one.get("/b") == b"2"
+        changed = await one.entry("/a")
+        assert changed is not None
+        assert changed.created == revision < changed.modified
+
+    play(case)
+
+
+def test_one_leads_until_it_lets_go(play: Callable[[Case], None]) -> None:
+    async def case(make: Callable[[], Registry]) -> None:
+        one, other = make(), make()
+        first = await one.elect("/leader", b"one", 3.0)
+        await eventually(lambda: first.token is not None)
+        token = first.token
+        second = await other.elect("/leader", b"other", 3.0)
+        fence = [Condition("/leader", created=token)]
+        assert await one.put_if(fence, {"/a": b"1"}) is not None
+        assert second.token is None
+        await first.close()
+        await eventually(lambda: second.token is not None)
+        assert await one.put_if(fence, {"/a": b"late"}) is None
+        assert await other.get("/a") == b"1"
 
     play(case)

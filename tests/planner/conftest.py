@@ -1,8 +1,9 @@
-"""Makes what tests here share importable."""
+"""Lets the tests of this folder share `fluid_fleet`, and a router's `router_fleet` and `scripted_worker`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "router")]

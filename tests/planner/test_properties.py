@@ -1,4 +1,4 @@
-"""Whatever is observed: the budget holds, missing data reduces nothing, more load never needs fewer workers."""
+"""Whatever is observed: the budget holds, missing data reduces nothing, more load never needs fewer."""
 
 from __future__ import annotations
 
