@@ -8,7 +8,7 @@ from deploy.controller.pods import trouble
 from deploy.controller.render import GROUPS, MONITORS, ROLES
 from deploy.controller.resource import Condition, FleetSpec, FleetStatus, PoolCount
 from deploy.controller.rollout import Step
-from deploy.controller.scene import Scene, stamp
+from deploy.controller.scene import Scene, routers_settled, stamp
 from deploy.controller.words import Observed
 from fleet.cluster import Object
 
@@ -72,7 +72,7 @@ def judge(
     numbers = ", ".join(
         f"{role} {one.updated_ready}/{one.wanted} of revision {target}" for role, one in counts.items()
     )
-    short = routers < spec.router.replicas
+    short = not routers_settled(scene, observed.fleet["metadata"]["name"])
     if step.complete and not short:
         conditions.add("Progressing", False, "Settled", numbers)
     elif step.complete:

@@ -71,6 +71,18 @@ def count(scene: Scene, role: str, target: str, wanted: int) -> PoolCount:
     )
 
 
+def routers_settled(scene: Scene, name: str) -> bool:
+    """Whether all routers are ready, and of the template that they are to have."""
+    made = scene.by_name.get((DEPLOYMENTS.kind, f"{name}-router"))
+    if made is None:
+        return False
+    status, want = made.get("status", {}), made["spec"].get("replicas", 1)
+    counts = [status.get(name, 0) for name in ("replicas", "updatedReplicas", "readyReplicas")]
+    return counts == [want] * 3 and status.get("observedGeneration", 0) >= made["metadata"].get(
+        "generation", 0
+    )
+
+
 def ready_routers(observed: Observed, name: str) -> int:
     own = selector(name, "router").items()
     return sum(

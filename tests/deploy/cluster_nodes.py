@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -177,14 +179,25 @@ class Workloads:
                 if int(pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/group-index"]) >= want:
                     self._let_go(pod)
         else:
-            for _ in range(want - len(there)):
-                self._make(one, template)
-            for pod in sorted(there, key=_goes_first)[: max(0, len(there) - want)]:
-                self._let_go(pod)
+            digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+            stale = [pod for pod in there if pod["metadata"]["labels"]["pod-template-hash"] != digest]
+            if not stale:
+                for _ in range(want - len(there)):
+                    self._make(one, template, digest=digest)
+                for pod in sorted(there, key=_goes_first)[: max(0, len(there) - want)]:
+                    self._let_go(pod)
+            elif len(there) <= want:
+                # A rolling update with a surge of one.
+                self._make(one, template, digest=digest)
+            elif all(is_ready(pod) for pod in there if pod not in stale):
+                self._let_go(min(stale, key=_goes_first))
         ready = sum(is_ready(pod) for pod in there if _leads(pod))
         status = {
             "replicas": sum(_leads(pod) for pod in there),
             "readyReplicas": ready,
+            "updatedReplicas": sum(
+                groups or pod["metadata"]["labels"]["pod-template-hash"] == digest for pod in there
+            ),
             "observedGeneration": meta.get("generation", 1),
         }
         if one.get("status") != status:
@@ -197,7 +210,9 @@ class Workloads:
         path = f"{kind.root}/namespaces/{namespace}/{plural}"
         return f"{path}/{name}" if name else path
 
-    def _make(self, owner: Object, template: Object, group: int = -1, index: int = 0) -> None:
+    def _make(
+        self, owner: Object, template: Object, group: int = -1, index: int = 0, digest: str = ""
+    ) -> None:
         self._numbers += 1
         meta = owner["metadata"]
         pod: Object = {
@@ -212,6 +227,8 @@ class Workloads:
             "spec": copy.deepcopy(template["spec"]),
             "status": {"phase": "Pending"},
         }
+        if digest:
+            pod["metadata"]["labels"]["pod-template-hash"] = digest
         if group >= 0:
             pod["metadata"]["labels"] |= {
                 "leaderworkerset.sigs.k8s.io/group-index": str(group),

@@ -271,7 +271,8 @@ class Store:
         if new == old:
             return copy.deepcopy(old)
         key = self._key(kind, namespace, name)
-        if "deletionTimestamp" in new["metadata"] and not new["metadata"].get("finalizers"):
+        freed = old["metadata"].get("finalizers") and not new["metadata"].get("finalizers")
+        if "deletionTimestamp" in new["metadata"] and freed:
             return self._remove(key, kind, new)
         return self._put("MODIFIED", key, kind, new, old, f"PATCH{' ' + sub if sub else ''}")
 

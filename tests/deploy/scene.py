@@ -53,16 +53,11 @@ class Scene:
         self.workloads = Workloads(
             self.store, PretendKubelet(lambda pod: self.behaviours(pod)), lambda pod: self.room(pod)
         )
-        self._tasks: list[asyncio.Task[None]] = []
         self.controller: Controller
         self._acting: asyncio.Task[None] | None = None
         for one in definitions():
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
             self.store.handle("POST", path, {}, one, JSON)
-
-    def workloads_tasks(self) -> set[asyncio.Task[None]]:
-        """What writes besides the controller."""
-        return {*self.workloads._running.values(), *self._tasks}
 
     def start_controller(self) -> None:
         self.controller = Controller(self.api, self.looks, ControllerSettings(), self.store.clock)
@@ -138,7 +133,6 @@ async def scene(kinds: tuple[Kind, ...] = (MONITORS, GROUPS)) -> AsyncIterator[S
     """With nodes and a controller that run."""
     made = Scene(kinds)
     nodes = asyncio.ensure_future(made.workloads.run())
-    made._tasks.append(nodes)
     made.start_controller()
     try:
         yield made

@@ -1,0 +1,138 @@
+"""A tiny kubelet, for tests: pods are processes of this machine, each at a loopback address of its own.
+
+Of a container it takes command, arguments, variables, probes, preStop and grace; not image, volumes, limits.
+What listens on 0.0.0.0 in a pod's network listens on the pod's address here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+from cluster_nodes import asked_to_go, set_ready, tell
+from cluster_store import Store
+
+from fleet.cluster import Object
+
+ROOT = Path(__file__).parents[2]
+
+
+class ProcessKubelet:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
+        self._hosts = 0
+        self.exits: dict[str, int] = {}
+        """Pod → exit code of its process, of those that were asked to go."""
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def run(self, store: Store, pod: Object) -> None:
+        meta, spec = pod["metadata"], pod["spec"]
+        namespace, name = meta["namespace"], meta["name"]
+        (container,) = spec["containers"]
+        self._hosts += 1
+        address = f"{self._net}.{self._hosts}"
+        tell(store, namespace, name, podIP=address)
+        live = asyncio.ensure_future(self._live(store, namespace, name, address, container))
+        try:
+            await asked_to_go(store, namespace, name)
+            set_ready(store, namespace, name, False)
+            live.cancel()
+            await asyncio.gather(live, return_exceptions=True)
+            await self._stop(name, address, container, spec["terminationGracePeriodSeconds"], pod)
+            store.finish(namespace, name)
+        finally:
+            live.cancel()
+            if (process := self.processes.get(name)) is not None and process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    def _command(self, command: list[str], address: str, env: dict[str, str]) -> list[str]:
+        found = []
+        for part in command:
+            part = re.sub(r"\$\((\w+)\)", lambda match: env.get(match[1], match[0]), part)
+            found.append(part.replace("0.0.0.0", address))
+        return [sys.executable if found[0] == "python" else found[0], *found[1:]]
+
+    def _variables(self, name: str, address: str, container: Object) -> dict[str, str]:
+        fields = {"metadata.name": name, "status.podIP": address}
+        given = {
+            one["name"]: one["value"] if "value" in one else fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            for one in container.get("env", [])
+        }
+        return {**os.environ, "PYTHONPATH": str(ROOT), **given}
+
+    async def _live(self, store: Store, namespace: str, name: str, address: str, container: Object) -> None:
+        """Starts it, again where it ends, and says how its probes go."""
+        restarts, env = 0, self._variables(name, address, container)
+        command = self._command([*container["command"], *container.get("args", [])], address, env)
+        while True:
+            with (self._folder / f"{name}.log").open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *command, env=env, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
+                )
+            self.processes[name] = process
+            tell(store, namespace, name, phase="Running", containerStatuses=[
+                {"name": "pdfleet", "restartCount": restarts, "state": {"running": {}}}
+            ])  # fmt: skip
+            probing = asyncio.ensure_future(self._probe(store, namespace, name, address, container))
+            try:
+                await process.wait()
+            finally:
+                probing.cancel()
+            set_ready(store, namespace, name, False)
+            restarts += 1
+            tell(store, namespace, name, containerStatuses=[
+                {"name": "pdfleet", "restartCount": restarts,
+                 "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                 "lastState": {"terminated": {"exitCode": process.returncode}}}
+            ])  # fmt: skip
+            await asyncio.sleep(min(10.0, 0.2 * 2**restarts))
+
+    async def _probe(self, store: Store, namespace: str, name: str, address: str, container: Object) -> None:
+        probe = container["readinessProbe"]["httpGet"]
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        url = f"{probe['scheme'].lower()}://{address}:{ports[probe['port']]}{probe['path']}"
+        was = False
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            while True:
+                ready = False
+                with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                    async with session.get(url) as response:
+                        ready = response.status == 200
+                if ready is not was:
+                    set_ready(store, namespace, name, ready)
+                    was = ready
+                await asyncio.sleep(0.25)
+
+    async def _stop(self, name: str, address: str, container: Object, grace_s: float, pod: Object) -> None:
+        process = self.processes.get(name)
+        if process is None or process.returncode is not None:
+            return
+        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+        try:
+            async with asyncio.timeout(grace_s):
+                if hook:
+                    env = self._variables(name, address, container)
+                    command = self._command(hook, address, env)
+                    await (await asyncio.create_subprocess_exec(*command, env=env)).wait()
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        self.exits[name] = process.returncode or 0
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}"
+            for file in sorted(self._folder.glob("*.log"))
+        )

@@ -1,0 +1,175 @@
+"""A fleet by `kubectl apply`: the controller's pods are real processes, and scaling loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from cluster_http import Front, api_server
+from cluster_nodes import Workloads
+from kubelet import ProcessKubelet
+from servers import Etcd, Nats
+from test_kubectl import KUBECTL, fleet, fleetctl, kubectl
+
+from deploy.controller.controller import Controller, ControllerSettings
+from deploy.controller.crd import definitions
+from deploy.controller.looks import PageLooks
+from deploy.controller.yaml_text import to_yaml
+from fleet.cluster import KubernetesApi
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.skipif(KUBECTL is None, reason="kubectl is not there: make kubernetes-tools"),
+]
+
+MODEL = "latency:base=5,prompt=0.1,decode=5"
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[tuple[Front, ProcessKubelet]]:
+    async with api_server(folder) as front:
+        kubelet = ProcessKubelet(folder)
+        workloads = Workloads(front.store, kubelet)
+        nodes = asyncio.ensure_future(workloads.run())
+        api = await KubernetesApi.connect(kubeconfig=front.kubeconfig)
+        controller = Controller(api, PageLooks(), ControllerSettings(), front.store.clock)
+        acting: asyncio.Future[None] | None = None
+        try:
+            await kubectl(front, "apply", "--server-side", "--validate=false", "-f", "-",
+                          text=to_yaml(definitions()))  # fmt: skip
+            acting = asyncio.ensure_future(controller.run())
+            yield front, kubelet
+        finally:
+            tasks = [task for task in (acting, nodes) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await api.close()
+
+
+def router(front: Front) -> str:
+    """What the Service would lead to."""
+    for pod in front.store.all("pods"):
+        ready = [one for one in pod["status"].get("conditions", []) if one["type"] == "Ready"]
+        if (
+            pod["metadata"]["labels"]["pdfleet.dev/role"] == "router"
+            and ready
+            and ready[0]["status"] == "True"
+        ):
+            return f"http://{pod['status']['podIP']}:8000"
+    raise AssertionError("no router is ready")
+
+
+async def complete(client: httpx.AsyncClient, number: int, tokens: int = 60) -> str:
+    body = {"model": "m", "prompt": f"request {number}", "max_tokens": tokens, "stream": True}
+    text = ""
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, (await answer.aread()).decode()
+        async for line in answer.aiter_lines():
+            assert "error" not in line, line
+            text += line + "\n"
+    assert "data: [DONE]" in text, text[-300:]
+    return text
+
+
+class Load:
+    """Requests one after another from several clients, until it is told to end."""
+
+    def __init__(self, url: str) -> None:
+        self.done = 0
+        self._url = url
+        self._ended = False
+
+    async def run(self, clients: int) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=120) as client:
+
+            async def one(number: int) -> None:
+                turn = 0
+                while not self._ended:
+                    await complete(client, number * 10_000 + turn)
+                    self.done += 1
+                    turn += 1
+
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(clients):
+                    tasks.create_task(one(number))
+
+    def end(self) -> None:
+        self._ended = True
+
+
+async def settled(front: Front) -> None:
+    await kubectl(front, "wait", "--for=condition=Progressing=false", "ifl/demo", "--timeout=120s")
+
+
+def test_apply_serves_and_scaling_under_load_loses_no_request(tmp_path: Path, etcd: Etcd, nats: Nats) -> None:
+    async def go() -> None:
+        async with cluster(tmp_path) as (front, kubelet):
+            try:
+                body = fleet(
+                    model={"path": MODEL, "name": "m"},
+                    control={"etcd": etcd.address, "nats": nats.url},
+                    prefill={"replicas": 1},
+                    decode={"replicas": 2},
+                    drainSeconds=60,
+                )
+                await kubectl(front, "apply", "--validate=false", "-f", "-", text=body)
+                await settled(front)
+                async with httpx.AsyncClient(base_url=router(front), timeout=60) as client:
+                    await complete(client, 0, 5)
+
+                load = Load(router(front))
+                loading = asyncio.create_task(load.run(4))
+                await done(load, loading, 4)
+                first = {pod["metadata"]["name"] for pod in front.store.all("pods")}
+                await kubectl(front, "scale", "fpool/demo-decode", "--replicas=1")
+                await done(load, loading, load.done + 8)
+                await until(lambda: len(workers(front, "decode")) == 1)
+                await fleetctl(front, "scale", "prefill=2", "decode=2", "--kubernetes", "default/demo",
+                               "--wait", "--limit", "120")  # fmt: skip
+                await done(load, loading, load.done + 4)
+                await fleetctl(front, "scale", "prefill=1", "decode=1", "--kubernetes", "default/demo",
+                               "--wait", "--limit", "120")  # fmt: skip
+                await done(load, loading, load.done + 4)
+                load.end()
+                await loading
+                assert len(kubelet.exits) == 3
+                assert set(kubelet.exits.values()) == {0}, kubelet.exits
+                routers = {name for name in first if "router" in name}
+                assert routers <= {pod["metadata"]["name"] for pod in front.store.all("pods")}
+                # Deleted all at once, every process still ends by itself.
+                await kubectl(front, "delete", "ifl/demo", "--timeout=60s")
+                await until(lambda: not front.store.all("pods"))
+                assert set(kubelet.exits.values()) == {0}, kubelet.exits
+            except BaseException:
+                print(kubelet.logs())
+                raise
+
+    asyncio.run(go())
+
+
+def workers(front: Front, role: str) -> list[str]:
+    return [
+        pod["metadata"]["name"]
+        for pod in front.store.all("pods")
+        if pod["metadata"]["labels"]["pdfleet.dev/role"] == role
+    ]
+
+
+async def until(condition: object, limit_s: float = 120.0) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def done(load: Load, loading: asyncio.Task[None], count: int) -> None:
+    """Until so many requests are over; one that failed ends the load, and the test."""
+    while load.done < count:
+        if loading.done():
+            loading.result()
+        await asyncio.sleep(0.05)
