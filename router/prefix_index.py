@@ -429,15 +429,21 @@ def _depths(holders: _Holders, names: Sequence[int]) -> dict[WorkerId, int]:
     a 32nd of it. The deepest are exact.
     """
     first, count = names[0], len(names)
-    rest = _those(holders, list(map(contains, holders[1], repeat(first))))
+    rest, begun = holders, False
     found: dict[WorkerId, int] = {}
     while rest[0]:
         ids, tables = rest
+        sample = tables[:: len(tables) // 3 + 1]
+        if not begun and not all(first in table for table in sample):
+            rest, begun = _those(rest, list(map(contains, tables, repeat(first)))), True
+            continue
         some = [0]
-        for table in tables[:: len(tables) // 3 + 1]:
+        for table in sample:
             some.append(_depth(table, names, some[-1]))
         del some[0]
         if len(set(some)) == len(some) < len(tables):
+            if not begun:
+                ids, tables = _those(rest, list(map(contains, tables, repeat(first))))
             if not isinstance(names, PromptNames) or count < _LONG:
                 depths = _halved(tables, names[::-1])
             elif len(tables) > _FEW:
@@ -447,6 +453,7 @@ def _depths(holders: _Holders, names: Sequence[int]) -> dict[WorkerId, int]:
             found.update(zip(ids, depths, strict=True))
             break
         depth = max(some, key=some.count)
+        # Who holds the last of them holds the first: that needs no look.
         same = list(map(contains, tables, repeat(names[depth - 1])))
         if depth < count:
             same = list(map(gt, same, map(contains, tables, repeat(names[depth]))))
