@@ -15,6 +15,8 @@ from fleetctl.sim.search import Search, Shape, Trial
 
 CHUNKS = (512, 1024, 2048, 4096)
 """Tokens of an aggregated worker's step that are considered."""
+NEAR = 1.25
+"""Times the fewest GPUs: what needs more by its work alone is not simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def arrangements(
 
 
 def promising(made: Sequence[Arrangement], target: float, most_gpus: int) -> list[Arrangement]:
-    """Those to be searched, so that both ways are compared: of each the two numbers of GPUs a worker that
-    need fewest GPUs; of aggregated workers, for each of these, the two step sizes that need fewest."""
+    """Those to be searched, so that both ways are compared: of each the number of GPUs a worker that needs
+    fewest, and one more if it is near; of aggregated workers, for each, two step sizes that need fewest."""
     able = [
         one
         for one in made
@@ -69,7 +71,9 @@ def promising(made: Sequence[Arrangement], target: float, most_gpus: int) -> lis
     chosen: list[Arrangement] = []
     for split, each in ((True, 1), (False, 2)):
         kind = [one for one in able if one.apart is split]
-        widths = list(dict.fromkeys(one.gpus for one in kind))[:2]
+        least = min((one.least_gpus or 0 for one in kind), default=0)
+        near = [one for one in kind if (one.least_gpus or 0) <= NEAR * least]
+        widths = list(dict.fromkeys(one.gpus for one in near))[:2]
         for width in widths:
             # Of equals the smaller steps: they hold up running streams less.
             chosen += [one for one in kind if one.gpus == width][:each]
