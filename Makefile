@@ -41,10 +41,10 @@ dashboards: setup
 	$(BIN)/python deploy/monitoring/build.py
 
 crds: setup
-	$(BIN)/python -m deploy.controller crds deploy/crds
+	$(BIN)/python -m deploy.controller files
 
 drift: proto dashboards crds
-	git diff --exit-code -- fleet/wire/v1 deploy/monitoring/dashboards deploy/crds
+	git diff --exit-code -- fleet/wire/v1 deploy/monitoring/dashboards deploy/crds deploy/chart
 
 # Real kubectl and helm, for the tests of what runs on Kubernetes; without them these are skipped.
 kubernetes-tools: setup

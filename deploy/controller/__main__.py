@@ -1,4 +1,4 @@
-"""Starts the controller: `python -m deploy.controller --help`; `… crds [FOLDER]` has the definitions."""
+"""Starts the controller: `python -m deploy.controller --help`; `… crds` prints the definitions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deploy.controller.chart import chart_files
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.crd import definitions
 from deploy.controller.election import Election, ElectionSettings
@@ -57,14 +58,20 @@ async def run(life: Life, settings: ProcessSettings) -> None:
         await api.close()
 
 
+def files() -> dict[str, str]:
+    """What is made from code and checked in: path in the tree → text."""
+    crds = {f"deploy/crds/{one['spec']['names']['plural']}.yaml": to_yaml([one]) for one in definitions()}
+    return crds | {f"deploy/chart/{path}": text for path, text in chart_files().items()}
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["crds"]:
-        for definition in definitions():
-            text = to_yaml([definition])
-            if sys.argv[2:]:
-                Path(sys.argv[2], f"{definition['spec']['names']['plural']}.yaml").write_text(text)
-            else:
-                print(text, end="")
+        print(to_yaml(definitions()), end="")
+        raise SystemExit(0)
+    if sys.argv[1:2] == ["files"]:
+        for path, text in files().items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text)
         raise SystemExit(0)
     chosen = load_or_exit(ProcessSettings, prog="python -m deploy.controller")
     run_process(lambda life: run(life, chosen))

@@ -34,9 +34,9 @@ def progress(
         )  # fmt: skip
     elif last.judged < 0 and judged is not None:
         last = msgspec.structs.replace(last, attained=judged.attained, judged=judged.judged)
-    if step.complete:
+    if step.complete or spec.rollout.paused:
         last = msgspec.structs.replace(last, progressed="", best_ready=ready)
-    elif ready > last.best_ready or not last.progressed or spec.rollout.paused:
+    elif ready > last.best_ready or not last.progressed:
         last = msgspec.structs.replace(last, progressed=stamp(now), best_ready=ready)
     last = msgspec.structs.replace(last, step=step.step, steps=step.steps)
     if step.complete or spec.rollout.paused:

@@ -1,0 +1,83 @@
+"""The Helm chart: real helm lints and renders it, and what comes out is held against Kubernetes' own schemas."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes_tools import find
+from scene import Scene
+from test_render import check
+
+from deploy.controller.install import installation
+from fleet.cluster import FLEETS, JSON, Object
+from fleet.virtual_time import run
+
+CHART = Path(__file__).parents[2] / "deploy" / "chart"
+HELM = find("helm")
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not there: make kubernetes-tools")
+
+DEMO = ["fleet.create=true", "etcd.bundled=true", "nats.bundled=true"]
+
+
+def helm(home: Path, *words: str, code: int = 0) -> str:
+    env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([str(HELM), *words], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + (done.stderr if code else "")
+
+
+def rendered(home: Path, *values: str) -> list[Object]:
+    sets = [word for value in values for word in ("--set", value)]
+    text = helm(home, "template", "release", str(CHART), "--namespace", "serving", "--include-crds", *sets)
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def test_lint_finds_nothing(tmp_path: Path) -> None:
+    said = helm(tmp_path, "lint", "--strict", str(CHART))
+    assert "0 chart(s) failed" in said
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[], DEMO, [*DEMO, "etcd.tlsSecret=etcd-tls", "nats.tlsSecret=nats-tls"]],
+    ids=["controller", "demo", "tls"],
+)
+def test_what_is_rendered_is_valid(tmp_path: Path, values: list[str]) -> None:
+    objects = rendered(tmp_path, *values)
+    fleets = [one for one in objects if one["kind"] == "InferenceFleet"]
+    assert len(fleets) == bool(values)
+    for one in objects:
+        check(one)
+
+    async def go() -> None:
+        for one in fleets:
+            Scene().store.handle("POST", FLEETS.path("serving"), {"fieldValidation": "Strict"}, one, JSON)
+
+    run(go())
+    if "etcd.tlsSecret=etcd-tls" in values:
+        control = fleets[0]["spec"]["control"]
+        assert control == {
+            "caSecret": "etcd-tls", "etcd": "release-etcd:2379", "nats": "tls://release-nats:4222",
+        }  # fmt: skip
+
+
+def test_chart_and_plain_manifests_install_the_same(tmp_path: Path) -> None:
+    plain = [one for one in installation("pdfleet:0.1.0", "serving") if one["kind"] != "Namespace"]
+    key = lambda one: (one["kind"], one["metadata"]["name"])  # noqa: E731
+    assert sorted(rendered(tmp_path), key=key) == sorted(plain, key=key)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("controller.replicas=0", "minimum"),
+        ("contoller.replicas=2", "contoller"),
+        ("fleet.name=Demo", "pattern"),
+        ("fleet.create=true", "fleet.spec.control (etcd and nats) is needed"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(tmp_path: Path, value: str, said: str) -> None:
+    assert said in helm(tmp_path, "template", "release", str(CHART), "--set", value, code=1)
