@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from test_faults import REMOTE
 from whole_fleet import LATENCY, Answer, Box, BoxWorker
 
+from decode_worker.settings import DecodeWorkerSettings
 from engine.settings import EngineSettings
+from fleet.block_hash import HashKeys, block_hashes, short
 from fleet.errors import Internal, Overloaded
-from fleet.ids import WorkerId
+from fleet.ids import RequestId, WorkerId
 from fleet.request import FinishReason, Request, Sampling
+from fleet.settings import SettingsError, load
 from fleet.virtual_time import run
 from kv_transfer.loopback import Damage
 from kv_transfer.settings import TransferSettings
+from prefill_worker.settings import PrefillWorkerSettings
 from router.settings import CostSettings, RouterSettings
 
+BORROWING = RouterSettings(
+    cost=CostSettings(
+        local_prefill_tokens=0,
+        local_advantage=1e9,
+        borrow_s=0.0,
+        borrow_advantage=1e-9,
+        tie_s=0.0,
+        tie_share=0.0,
+    )
+)
+"""Whatever another worker caches is asked for."""
 SMALL = EngineSettings(block_size=4, max_batch=8, max_step_tokens=40)
 
 
@@ -221,5 +237,83 @@ def test_a_late_write_of_a_request_that_was_given_up_lands_on_nobody() -> None:
                 )
             )
             assert counters_of(box, "decode-0")["local_prefills"] == 3
+
+    run(main(), horizon_s=600)
+
+
+@pytest.mark.parametrize("differs", ["adapter", "salt", "first token", "last token of a block"])
+def test_what_differs_in_one_field_finds_nothing_in_any_cache(differs: str) -> None:
+    """Not with the worker that holds the other, not with one that would bring it, not in the index."""
+
+    async def main() -> None:
+        async with Box(0, 2, engine=SMALL, router=BORROWING) as box:
+            prompt = list(range(40))
+            first = box.request(prompt, Sampling(max_tokens=2), 1)
+            await right(box, first)
+            match differs:
+                case "adapter" | "salt":
+                    other = replace(box.request(prompt, Sampling(max_tokens=2), 2), **{differs: "x"})
+                    shared = 0
+                case "first token":
+                    other, shared = box.request([99, *prompt[1:]], Sampling(max_tokens=2), 2), 0
+                case _:
+                    changed = [*prompt[:7], 99, *prompt[8:]]
+                    other, shared = box.request(changed, Sampling(max_tokens=2), 2), 4
+            await asyncio.sleep(1.0)  # The index knows.
+            answer = await right(box, other)
+            assert answer.end is not None
+            assert answer.end.usage.cached_tokens == shared
+            assert (
+                sum(counters_of(box, name)["borrowed_tokens"] for name in ("decode-0", "decode-1")) <= shared
+            )
+            again = await right(box, box.request(prompt, Sampling(max_tokens=2), 3))
+            assert again.end is not None
+            assert again.end.usage.cached_tokens >= 36
+
+    run(main(), horizon_s=600)
+
+
+def test_names_of_many_blocks_do_not_collide_nor_do_the_64_bits_that_routers_see() -> None:
+    kinds = [HashKeys("m", 1, adapter, salt) for adapter in ("", "a") for salt in ("", "a")]
+    names = {name for keys in kinds for token in range(1 << 15) for name in block_hashes((token,), keys)}
+    assert len(names) == len({short(name) for name in names}) == 1 << 17
+
+
+@pytest.mark.parametrize(
+    "wish",
+    ["engine.tensor-parallel=2", "engine.pipeline-parallel=2", "engine.tiers=host", "transfer.store=redis"],
+)
+@pytest.mark.parametrize("settings", [DecodeWorkerSettings, PrefillWorkerSettings])
+def test_what_there_is_not_is_refused_by_name(settings: type, wish: str) -> None:
+    """Neither pools over several devices nor stores outside of the workers: nobody is to believe in them."""
+    with pytest.raises(SettingsError, match=wish.partition("=")[0]):
+        load(settings, [f"--{wish}"], {})
+
+
+@pytest.mark.parametrize("fault", ["part", "freeze", "corrupt"])
+def test_a_cache_elsewhere_that_fails_in_any_way_is_a_miss(fault: str) -> None:
+    """What others keep in a store beside the fleet, workers bring of each other; its loss costs time only."""
+
+    async def main() -> None:
+        async with Box(0, 2, engine=SMALL, router=BORROWING, transfer=TransferSettings(lease_s=2.0)) as box:
+            prompt = list(range(120))
+            await right(box, box.request(prompt, Sampling(max_tokens=2), 1))
+            await asyncio.sleep(1.0)  # The index knows.
+            holder = next(n for n in ("decode-0", "decode-1") if counters_of(box, n)["computed_tokens"])
+            reader = "decode-1" if holder == "decode-0" else "decode-0"
+            # As far as the router knows, the holder has a long queue.
+            box.router.roster.sent(WorkerId(holder), RequestId("much"), 100_000, 0)
+            address = worker_of(box, holder).transfer.address
+            own = worker_of(box, reader).transfer.address
+            getattr(box.hub, fault)(*((own, address) if fault == "part" else (address,)))
+            at = asyncio.get_running_loop().time()
+            answer = await right(box, box.request(prompt, Sampling(max_tokens=2), 2))
+            assert counters_of(box, reader)["borrows"] == counters_of(box, reader)["borrows_failed"] == 1
+            assert answer.end is not None
+            assert answer.end.usage.cached_tokens == 0
+            assert answer.times[0] - at < 2.5, "bounded by the limit of borrowing, and computing"
+            box.hub.thaw(address)
+            box.hub.heal(own, address)
+            box.router.roster.settle(WorkerId(holder), RequestId("much"))
 
     run(main(), horizon_s=600)

@@ -19,7 +19,11 @@ from processes import Plan, running
 pytestmark = pytest.mark.live
 
 # A request waits for a worker instead of failing at once, and its silent worker is found sooner.
-ROUTER = ("--flow.worker-wait-s", "60", "--flow.resume-wait-s", "60", "--wire.heartbeat-s", "1")
+# One worker after the other dies under the same request, more often than the three times it is allowed.
+ROUTER = (
+    *("--flow.worker-wait-s", "120", "--flow.resume-wait-s", "120"),
+    *("--flow.max-failovers", "20", "--wire.heartbeat-s", "1"),
+)
 WORKER = ("--wire.heartbeat-s", "1", "--chassis.drain-limit-s", "10")
 FLAGS = {"router": ROUTER, "prefill": WORKER, "decode": WORKER}
 
@@ -70,7 +74,7 @@ class Share:
 
 SHARE = Share(30, 1.5, tokens=24, kinds=6, prompt_words=0, faults=7, every_s=3.0)
 if os.environ.get("CHAOS_LONG"):
-    SHARE = Share(500, 2.0, tokens=8, kinds=24, prompt_words=60, faults=40, every_s=6.0)
+    SHARE = Share(500, 2.0, tokens=8, kinds=24, prompt_words=60, faults=40, every_s=9.0)
 
 
 @pytest.mark.model
