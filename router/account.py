@@ -101,10 +101,8 @@ class Account:
         self._flow.sessions.went(terms.tenant, terms.session, role, choice.worker)
 
     def said(self, now: float) -> None:
-        """A token has come."""
+        """The first token has come, or the second one."""
         count = len(self._known.generated)
-        if count > 2:
-            return
         self.timeline.mark(Stage.FIRST_TOKEN if count == 1 else Stage.SECOND_TOKEN, now)
         if count == 1 and self.forecast is not None:
             self._flow.admission.first_token(self._known.request, self.forecast, now - self._sent_at)

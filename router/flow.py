@@ -235,7 +235,8 @@ class _Run:
 
     def _token(self, leg: Leg, token: int, logprobs: TokenLogprobs | None) -> RunToken:
         self.known.generated.append(token)
-        self.account.said(self.now())
+        if len(self.known.generated) <= 2:
+            self.account.said(self.now())
         self.legs.spoke(leg)
         return RunToken(token, logprobs, self._told() if self.scores else ())
 

@@ -23,7 +23,7 @@ from fleet.metrics import (
     gauge,
     histogram,
 )
-from fleet.stages import Stage, Timeline
+from fleet.stages import Stage
 from router.record import HandoffRecord, HandoffState
 
 STAGES: Mapping[str, tuple[Stage, Stage]] = {
@@ -153,11 +153,10 @@ class Meters:
                         ("slo_class", "direction"), self._errors)  # fmt: skip
 
     def _lived(self, model: str, marks: Mapping[Stage, float]) -> None:
-        timeline = Timeline(0.0, dict(marks))
         for name, (begin, end) in STAGES.items():
-            seconds = timeline.between(begin, end)
-            if seconds is not None:
-                self._of(self._stages, (model, name), STAGE_S).observe(seconds)
+            started, ended = marks.get(begin), marks.get(end)
+            if started is not None and ended is not None:
+                self._of(self._stages, (model, name), STAGE_S).observe(ended - started)
 
     def _handed(self, record: HandoffRecord) -> None:
         steps = record.transitions

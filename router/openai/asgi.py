@@ -41,7 +41,7 @@ from router.openai.finished import Finished
 from router.openai.job import Endpoint, include_usage
 from router.openai.messages import ChatBody, CompletionBody, decode
 from router.openai.metrics import OTHER, Metrics
-from router.openai.protocol import ABORT
+from router.openai.protocol import ABORT, LEFT
 from router.openai.responses import ResponsesBody
 from router.openai.settings import HttpSettings
 from router.openai.stream import Choice, Job, follow_all
@@ -272,6 +272,7 @@ class _Exchange:
         "_started",
         "_status",
         "_trace",
+        "_watching",
         "_writing",
         "id",
         "length",
@@ -313,6 +314,7 @@ class _Exchange:
         self._gone = False
         self._job: Job | None = None
         self._ping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.id = new_request_id().encode()
         self.length = 0
         self._trace: Trace | None = None
@@ -377,7 +379,7 @@ class _Exchange:
         ingress, metrics, quota = self._ingress, self._ingress.metrics, self._caller.quota
         ingress.exchanges.add(self)
         metrics.began(self._route)
-        watch: asyncio.Task[None] | None = None
+        left: set[Callable[[], None]] | None = self._scope.get(LEFT)
         outcome, entered = "cancelled", False
         try:
             if self.refused is not None:
@@ -387,7 +389,10 @@ class _Exchange:
                 quota.enter(self._now())
                 entered = True
             data = await self._read()
-            watch = asyncio.create_task(self._watch())
+            if left is not None:
+                left.add(self._left)
+            else:
+                self._watching = asyncio.create_task(self._watch())
             accepted = self._now()
             job = await self._prepare(data, self._caller)
             if self._gone:
@@ -411,8 +416,10 @@ class _Exchange:
             outcome = "defect"
             await self._fail(defect())
         finally:
-            if watch is not None:
-                watch.cancel()
+            if left is not None:
+                left.discard(self._left)
+            elif self._watching is not None:
+                self._watching.cancel()
             if self._ping is not None:
                 self._ping.cancel()
             ingress.exchanges.discard(self)
@@ -467,8 +474,14 @@ class _Exchange:
                 f"the body took more than {settings.body_timeout_s:g} s (setting http.body_timeout_s)"
             ) from None
 
+    def _left(self) -> None:
+        """The client is gone: everything ends. Called by the server, which spares a task for each request."""
+        self._gone = True
+        self._watching = asyncio.create_task(self.stop(CancelReason.CLIENT))
+
     async def _watch(self) -> None:
-        """Ends everything as soon as the client is gone. Also fires when the response is done; harmless."""
+        """The same of a server that says so only to who waits for it. Also fires when the response is done;
+        harmless."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone = True

@@ -4,6 +4,7 @@ for HTTP/1.0, and a way to drop a client that reads no more."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from router.openai.settings import HttpSettings
 
 ABORT = "pdfleet.abort"
 """Key in the scope: a function that drops the connection, unsent data included."""
+LEFT = "pdfleet.left"
+"""Key in the scope: a set of functions that are called when the connection is no more."""
 
 
 _JOINED_BYTES = 1 << 16
@@ -28,6 +31,7 @@ class _Joined:
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
+        self.is_closing = transport.is_closing
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -79,16 +83,20 @@ def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
 
     class BoundedProtocol(HttpToolsProtocol):
         _in_head = True
+        _left: set[Callable[[], None]]
         _head_bytes = 0
         _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(cast(asyncio.Transport, _Joined(transport, self.loop)))
+            self._left = set()
             self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)
+            for tell in tuple(self._left):
+                tell()
 
         def data_received(self, data: bytes) -> None:
             # Complete headers are weighed exactly by the application; here only those that never end. One
@@ -112,6 +120,7 @@ def bounded(settings: HttpSettings) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+            self.scope[LEFT] = self._left  # type: ignore[literal-required]
             if not self._in_head:
                 self._await_head()
 
