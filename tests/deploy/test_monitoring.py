@@ -109,3 +109,60 @@ def test_what_is_mounted_is_there() -> None:
     source = yaml.safe_load((FOLDER / "grafana/provisioning/datasources/prometheus.yml").read_text())
     scrape = yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())["global"]["scrape_interval"]
     assert source["datasources"][0]["jsonData"]["timeInterval"] == scrape
+
+
+def inside(service: dict[str, Any], path: str) -> Path | None:
+    """The file or folder of the tree that a service sees there."""
+    for volume in service["volumes"]:
+        source, target = volume.split(":")[:2]
+        if source.startswith("./") and Path(path).is_relative_to(target):
+            return FOLDER / source / Path(path).relative_to(target)
+    return None
+
+
+def test_what_the_services_are_told_to_read_is_where_it_is_mounted() -> None:
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+    prometheus, grafana = compose["services"]["prometheus"], compose["services"]["grafana"]
+    told = dict(one.removeprefix("--").split("=", 1) for one in prometheus["command"])
+    config = inside(prometheus, told["config.file"])
+    assert config is not None
+    settings = yaml.safe_load(config.read_text())
+    assert all((config.parent / name).is_file() for name in settings["rule_files"])
+    # Grafana looks for its providers there unless told otherwise.
+    provisioning = inside(grafana, "/etc/grafana/provisioning")
+    assert provisioning is not None
+    assert {one.name for one in provisioning.iterdir()} <= {
+        "dashboards",
+        "datasources",
+        "plugins",
+        "alerting",
+    }
+    for path in provisioning.rglob("*.yml"):
+        for provider in yaml.safe_load(path.read_text()).get("providers", ()):
+            shown = inside(grafana, provider["options"]["path"])
+            assert shown is not None, f"{path.name}: {provider['options']['path']} is not mounted"
+            assert list(shown.glob("*.json")), f"{path.name} provides no dashboard"
+    assert {service["network_mode"] for service in (prometheus, grafana)} == {"host"}
+
+
+def test_grafana_asks_the_prometheus_that_is_brought_up_and_both_bind_loopback() -> None:
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+    prometheus, grafana = compose["services"]["prometheus"], compose["services"]["grafana"]
+    told = dict(one.removeprefix("--").split("=", 1) for one in prometheus["command"])
+    (source,) = yaml.safe_load((FOLDER / "grafana/provisioning/datasources/prometheus.yml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == f"http://{told['web.listen-address']}"
+    assert told["web.listen-address"].startswith("127.0.0.1:")
+    assert grafana["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    # Dashboards take a source of this kind by a variable, or this one by its name.
+    for path in (FOLDER / "dashboards").glob("*.json"):
+        made = json.loads(path.read_text())
+        variables = {one["name"]: one for one in made["templating"]["list"]}
+        for panel in made["panels"]:
+            for asked in (panel, *panel.get("targets", ())):
+                uid = asked.get("datasource", {}).get("uid", source["uid"])
+                assert uid in (source["uid"], "${datasource}"), f"{path.name}: {panel['title']} asks {uid}"
+        assert variables["datasource"]["query"] == source["type"], path.name
+    uids = [json.loads(path.read_text())["uid"] for path in (FOLDER / "dashboards").glob("*.json")]
+    assert len(set(uids)) == len(uids) == 5
