@@ -107,12 +107,29 @@ INLINE void tile_product(const char *above, const char *below, int64_t stride, c
     _tile_stored(3, out + 16 * out_stride + 16, 4 * out_stride);
 }
 
+/* 2^x to 4e-5, for x at most 0: far finer than the bf16 that weights become. */
+INLINE __m512 exp2_near(__m512 x) {
+    __m512 n = _mm512_roundscale_ps(x, 8), f = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(9.6181291e-3f), _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
+    return _mm512_scalef_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f)), n);
+}
+
+/* Which of 16 tokens from t on lie in [hidden, sees). */
+INLINE __mmask16 seen16(int64_t t, int64_t hidden, int64_t sees) {
+    if (t >= hidden && t + 16 <= sees) return 0xffff;
+    uint32_t mask = t + 16 > sees ? (1u << (sees - t)) - 1 : 0xffff;
+    return (__mmask16)(t < hidden ? mask & (0xffffu << (hidden - t)) : mask);
+}
+
 /* Sequences from `decodes` on; like decode_attention. dim is a multiple of 32 up to 256. */
 EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *queries, int64_t stride, bf16 *out,
                                float scale, int32_t window, float cap) {
     int64_t dim = step->dim, size = step->block_size, heads = step->heads, kv_heads = step->kv_heads;
     int64_t shared = heads / kv_heads, head_bytes = 2 * size * dim;
     const char *of_layer = step->pool + layer * step->layer_bytes;
+    float times = (cap > 0 ? 1.0f : scale) * 1.44269504f; /* weights are powers of two */
     int32_t failed = 0;
     for (int64_t i = step->decodes; i < step->sequences && !failed; i++) {
         int64_t row0 = step->starts[i], count = step->starts[i + 1] - row0;
@@ -172,20 +189,14 @@ EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *quer
                             int64_t sees = before + r0 + r + 1 - t0, hidden = window ? sees - window : 0;
                             if (sees > some) sees = some;
                             if (hidden < 0) hidden = 0;
-                            f16v high = spread(-INFINITY), added = {0};
+                            __m512 high = _mm512_set1_ps(-INFINITY), added = _mm512_setzero_ps();
                             int64_t from_t = hidden / 16 * 16;
                             for (int64_t t = from_t; t < sees; t += 16) {
-                                f16v value = load16_f32(line + t) * scale;
-                                if (cap > 0) value = cap * fast_tanh(value * (1.0f / cap));
-                                if (t + 16 > sees || t < hidden) {
-                                    int64_t keep = (sees - t < 16 ? (1 << (sees - t)) - 1 : 0xffff);
-                                    if (t < hidden) keep &= -1 << (hidden - t);
-                                    value = (f16v)_mm512_mask_blend_ps(keep, _mm512_set1_ps(-INFINITY), (__m512)value);
-                                }
-                                store16_f32(line + t, value);
-                                high = larger(value, high);
+                                f16v value = load16_f32(line + t);
+                                if (cap > 0) store16_f32(line + t, value = cap * fast_tanh(value * (scale / cap)));
+                                high = _mm512_mask_max_ps(high, seen16(t, hidden, sees), high, (__m512)value);
                             }
-                            float peak = _mm512_reduce_max_ps((__m512)high);
+                            float peak = _mm512_reduce_max_ps(high) * times;
                             peak = peak > most[r] ? peak : most[r];
                             bf16 *to = weights + r * LINE;
                             int64_t t = 0;
@@ -195,17 +206,17 @@ EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *quer
                                 change[r] = 1.0f;
                                 continue;
                             }
+                            __m512 factor = _mm512_set1_ps(times), less = _mm512_set1_ps(peak);
                             for (; t < sees; t += 16) {
-                                __m512 value = (__m512)(load16_f32(line + t) - peak);
-                                __mmask16 there = _mm512_cmp_ps_mask(value, _mm512_set1_ps(-1e30f), _CMP_NLT_UQ);
-                                f16v weight = (f16v)_mm512_maskz_mov_ps(there, (__m512)fast_exp((f16v)value));
-                                store16_bf16(to + t, weight);
-                                added += weight;
+                                __m512 weight = exp2_near(_mm512_fmsub_ps(_mm512_loadu_ps(line + t), factor, less));
+                                weight = _mm512_maskz_mov_ps(seen16(t, hidden, sees), weight);
+                                store16_bf16(to + t, (f16v)weight);
+                                added = _mm512_add_ps(added, weight);
                             }
                             for (; t < wide; t += 16) store16_bf16(to + t, (f16v){0});
-                            change[r] = fast_exp(spread(most[r] - peak))[0];
+                            change[r] = exp2f(most[r] - peak);
                             most[r] = peak;
-                            total[r] = total[r] * change[r] + _mm512_reduce_add_ps((__m512)added);
+                            total[r] = total[r] * change[r] + _mm512_reduce_add_ps(added);
                         }
                         for (int64_t r = rows; r < 32; r++) memset(weights + r * LINE, 0, 2 * wide);
                         for (int64_t j = 0; j < dim; j += 32)
