@@ -41,11 +41,6 @@ _SETTINGS = [
         "settings of names, addresses, ports, TLS and drain are given by the controller: "
         "use the fields of spec for them",
     ),
-    _rule(
-        ".settings",
-        "self.settings.all(name, name.matches('^[a-z][a-z0-9-]*([.][a-z][a-z0-9-]*)*$'))",
-        "a setting is named in small letters, digits, hyphens and dots, such as engine.max-batch",
-    ),
 ]
 RULES: dict[str, list[dict[str, str]]] = {
     "Pool": [
@@ -124,14 +119,14 @@ def _structural(node: Object, components: Object, defaults: bool = True) -> Obje
         return inner
     if "anyOf" in node:
         (kind,) = (one for one in node["anyOf"] if one.get("type") != "null")
-        found = {**_structural(kind, components, defaults), "nullable": True}
+        # Not nullable: a field that is not there is left out, and rules ask with `has`.
+        found = _structural(kind, components, defaults)
         if "description" in node:
             found["description"] = node["description"]
         return found
     found = {key: value for key, value in node.items() if key not in ("title", "propertyNames", "default")}
     if isinstance(found.get("type"), list):
         found["type"] = next(kind for kind in found["type"] if kind != "null")
-        found["nullable"] = True
     if "default" in node and defaults and node["default"] is not None:
         found["default"] = node["default"]
     if "enum" in found:

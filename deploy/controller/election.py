@@ -70,6 +70,8 @@ class Election:
                         renewed = asked
                     elif self._held_by_another():
                         raise Deposed("another controller leads")
+                if loop.time() - renewed >= self._settings.deadline_s:
+                    raise TimeoutError
             await acting
         except TimeoutError:
             raise Deposed(f"the lease could not be renewed for {self._settings.deadline_s:g} s") from None

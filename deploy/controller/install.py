@@ -29,6 +29,8 @@ RULES: list[Object] = [
     _rule("policy", ["poddisruptionbudgets"], _KEEP),
     _rule("networking.k8s.io", ["networkpolicies"], _KEEP),
     _rule("monitoring.coreos.com", ["podmonitors"], _KEEP),
+    # For the planner of a fleet: it gives no right that it has not itself.
+    _rule("rbac.authorization.k8s.io", ["roles", "rolebindings"], _KEEP),
     _rule("", ["pods"], [*_READ, "patch"]),
     _rule("", ["events"], ["create", "patch"]),
 ]

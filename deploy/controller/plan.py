@@ -309,7 +309,8 @@ def _remove_unwanted(draft: _Draft, scene: Scene, spec: FleetSpec, renderer: Ren
     kept = {(one["kind"], one["metadata"]["name"]) for one in renderer.around()}
     changing = {DEPLOYMENTS.kind, GROUPS.kind, REVISIONS.kind, "FleetPool"}
     for kind, name in sorted(scene.by_name):
-        if kind not in changing and (kind, name) not in kept:
+        idle_planner = (kind, name) == (DEPLOYMENTS.kind, f"{renderer.name}-planner")
+        if (kind not in changing or idle_planner) and (kind, name) not in kept:
             resource = next((one for one in OWNED if one.kind == kind), None)
             if resource is not None:
                 draft.actions.append(Remove(resource, name, "spec wants it no more"))

@@ -8,7 +8,7 @@ import json
 import msgspec
 
 from deploy.controller.resource import FleetSpec, Placed, Pool
-from fleet.cluster import FLEETS, POOLS, Object, Resource
+from fleet.cluster import FLEETS, GROUP, POOLS, Object, Resource
 
 CONTROLLER = "pdfleet-controller"
 ROLES = ("prefill", "decode")
@@ -25,13 +25,15 @@ GROUPS = Resource("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworke
 PODS = Resource("v1", "Pod", "pods")
 SERVICES = Resource("v1", "Service", "services")
 ACCOUNTS = Resource("v1", "ServiceAccount", "serviceaccounts")
+ROLES_OF = Resource("rbac.authorization.k8s.io/v1", "Role", "roles")
+BINDINGS = Resource("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 BUDGETS = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 POLICIES = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 MONITORS = Resource("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 
 OWNED = (
     *(DEPLOYMENTS, GROUPS, REVISIONS, SERVICES, ACCOUNTS),
-    *(BUDGETS, POLICIES, MONITORS, POOLS),
+    *(BUDGETS, POLICIES, MONITORS, POOLS, ROLES_OF, BINDINGS),
 )
 """What a fleet owns. Pods are owned by what is here."""
 
@@ -136,6 +138,8 @@ class Renderer:
             made.append(self.policy())
         if self.spec.monitoring.pod_monitor:
             made.append(self.monitor())
+        if self.spec.planner.mode != "off":
+            made += self.planner()
         return made
 
     def account(self) -> Object:
@@ -272,6 +276,38 @@ class Renderer:
         }
         return made
 
+    def planner(self) -> list[Object]:
+        """A process that may read and change this one fleet, and nothing else."""
+        name = f"{self.name}-planner"
+        rights = [
+            {
+                "apiGroups": [GROUP], "resources": [FLEETS.plural], "resourceNames": [self.name],
+                "verbs": ["get", "patch"],
+            }
+        ]  # fmt: skip
+        args = [f"--kubernetes={self.namespace}/{self.name}", *self._control()]
+        volumes, mounts = self._volumes(model=False)
+        container = self._container("planner", args, Placed(), mounts, {})
+        pod = self._pod(Placed(topology_key=""), container, volumes, "planner", 0)
+        pod |= {"serviceAccountName": name, "automountServiceAccountToken": True}
+        deployment = self._object(DEPLOYMENTS, name, "planner")
+        deployment["spec"] = {
+            "replicas": 1,
+            "revisionHistoryLimit": 2,
+            "selector": {"matchLabels": selector(self.name, "planner")},
+            # Two for a moment do no harm: they choose a leader among themselves.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": {"metadata": {"labels": labels(self.name, "planner")}, "spec": pod},
+        }
+        subject = {"kind": "ServiceAccount", "name": name, "namespace": self.namespace}
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+        return [
+            self._object(ACCOUNTS, name, "planner"),
+            self._object(ROLES_OF, name, "planner", rules=rights),
+            self._object(BINDINGS, name, "planner", roleRef=reference, subjects=[subject]),
+            deployment,
+        ]
+
     def workers(self, role: str, revision: str, replicas: int) -> Object:
         """Of the renderer's spec, which is that of the revision: Deployment, or LeaderWorkerSet of groups."""
         spec, pool = self.spec, self.spec.pool(role)
@@ -330,11 +366,17 @@ class Renderer:
         return made
 
     def _common(self, id_flag: str) -> list[str]:
+        model = self.spec.model
+        return [
+            f"--model={model.path}",
+            f"--served-model-name={model.name}",
+            f"--{id_flag}=$(POD_NAME)",
+            *self._control(),
+        ]
+
+    def _control(self) -> list[str]:
         spec = self.spec
         return [
-            f"--model={spec.model.path}",
-            f"--served-model-name={spec.model.name}",
-            f"--{id_flag}=$(POD_NAME)",
             f"--control.fleet={self.namespace}-{self.name}",
             f"--control.etcd={spec.control.etcd}",
             f"--control.nats={spec.control.nats}",
@@ -347,11 +389,11 @@ class Renderer:
             ),
         ]
 
-    def _volumes(self) -> tuple[list[Object], list[Object]]:
+    def _volumes(self, model: bool = True) -> tuple[list[Object], list[Object]]:
         spec = self.spec
         volumes: list[Object] = [{"name": "tmp", "emptyDir": {}}]
         mounts: list[Object] = [{"name": "tmp", "mountPath": "/tmp"}]
-        if spec.model.volume:
+        if model and spec.model.volume:
             volumes.append({"name": "model", **spec.model.volume})
             mounts.append({"name": "model", "mountPath": spec.model.mount_path, "readOnly": True})
         if spec.control.ca_secret:
@@ -377,9 +419,6 @@ class Renderer:
                 {"name": "HOME", "value": "/tmp"},
                 *placed.env,
             ],
-            "ports": [
-                {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
-            ],
             "volumeMounts": mounts,
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -387,6 +426,10 @@ class Renderer:
                 "capabilities": {"drop": ["ALL"]},
             },
         }
+        if ports:
+            container["ports"] = [
+                {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
+            ]
         if spec.control.credentials_secret:
             container["envFrom"] = [{"secretRef": {"name": spec.control.credentials_secret}}]
         if placed.resources:

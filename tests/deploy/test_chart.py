@@ -1,4 +1,4 @@
-"""The Helm chart: real helm lints and renders it, and what comes out is held against Kubernetes' own schemas."""
+"""The Helm chart: real helm lints and renders it; what comes out is held against Kubernetes' schemas."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"serviceType": "Ingress"}}, "spec.router.serviceType"),
     ({"decode": {"sharedMemory": "much"}}, "spec.decode.sharedMemory"),
     ({"decode": {"settings": {"engine.max-batch": 4}}}, "spec.decode.settings"),
-    ({"decode": {"settings": {"Engine": "4"}}}, "spec.decode.settings"),
+    ({"budget": {"gpus": None}}, "spec.budget.gpus"),
     ({"prefill": {"settings": {"control.etcd": "elsewhere:1"}}}, "spec.prefill.settings"),
     *(({"decode": {"settings": {name: "x"}}}, "spec.decode.settings") for name in RESERVED),
     ({"name": "1-demo"}, "metadata.name"),

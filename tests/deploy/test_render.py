@@ -42,6 +42,7 @@ RICH: Object = {
     "monitoring": {"podMonitor": True, "labels": {"release": "prometheus"}},
     "network": {"metricsFrom": {"team": "monitoring"}},
     "imagePullSecrets": ["pull"],
+    "planner": {"mode": "act"},
 }  # fmt: skip
 
 
@@ -95,6 +96,7 @@ def pods(spec: Object) -> Iterator[Object]:
         else:
             yield one["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
             yield one["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    yield from (one["spec"]["template"]["spec"] for one in made.planner() if one["kind"] == "Deployment")
     (controller,) = (one for one in installation("i:1") if one["kind"] == "Deployment")
     yield controller["spec"]["template"]["spec"]
 
@@ -125,6 +127,7 @@ def test_pods_hear_sigterm_have_time_and_few_rights(spec: Object) -> None:
 def test_processes_know_every_flag_that_they_are_given(spec: Object) -> None:
     from decode_worker.settings import DecodeWorkerSettings
     from deploy.controller.__main__ import ProcessSettings
+    from planner.__main__ import PlannerProcessSettings
     from prefill_worker.settings import PrefillWorkerSettings
     from router.__main__ import RouterProcessSettings
 
@@ -133,6 +136,7 @@ def test_processes_know_every_flag_that_they_are_given(spec: Object) -> None:
         "prefill_worker": PrefillWorkerSettings,
         "decode_worker": DecodeWorkerSettings,
         "deploy.controller": ProcessSettings,
+        "planner": PlannerProcessSettings,
     }
     for pod in pods(spec):
         (container,) = pod["containers"]
@@ -173,12 +177,15 @@ def test_the_controller_asks_for_no_right_that_it_does_not_use() -> None:
             s.api.ask = noted  # type: ignore[method-assign]
             await s.stop_controller()
             s.start_controller()
-            s.create(monitoring={"podMonitor": True})
+            s.create(monitoring={"podMonitor": True}, planner={"mode": "act"})
             await s.settle()
+            assert s.store.one("roles", "demo-planner")["rules"][0]["resourceNames"] == ["demo"]  # type: ignore[index]
             s.scale("demo-decode", 1)
             await s.until(lambda: s.fleet()["spec"]["decode"]["replicas"] == 1)
-            s.change(image="pdfleet:2", monitoring={"podMonitor": False})
+            s.change(image="pdfleet:2", monitoring={"podMonitor": False}, planner={"mode": "off"})
             await s.settle()
+            assert s.store.one("deployments", "demo-planner") is None
+            assert s.store.one("roles", "demo-planner") is None
 
     run(go(), horizon_s=1e4)
     assert used <= granted, used - granted
@@ -240,3 +247,31 @@ def test_the_example_that_is_printed_is_taken() -> None:
         Scene().store.handle("POST", FLEETS.path("default"), query, example("image:1"), JSON)
 
     run(go())
+
+
+def test_compose_gives_processes_flags_that_they_know() -> None:
+    from decode_worker.settings import DecodeWorkerSettings
+    from prefill_worker.settings import PrefillWorkerSettings
+    from router.__main__ import RouterProcessSettings
+
+    classes: dict[str, Any] = {
+        "router": RouterProcessSettings, "prefill": PrefillWorkerSettings, "decode": DecodeWorkerSettings,
+    }  # fmt: skip
+    services = yaml.safe_load((ROOT / "deploy" / "images" / "compose.yaml").read_text())["services"]
+    for name, settings in classes.items():
+        service = services[name]
+        assert service["command"][:2] == ["python", "-m"]
+        load(settings, service["command"][3:], {})
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+    assert all(port.startswith("127.0.0.1:") for port in services["router"]["ports"])
+
+
+def test_image_is_not_root_and_has_every_room() -> None:
+    text = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
+    last = text.split("\nFROM ")[-1]
+    assert "USER 10001:10001" in last
+    assert "ENTRYPOINT" not in text
+    wheel = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
+    for room in (line.strip(' ",') for line in wheel.splitlines() if line.strip()):
+        assert f"COPY {room} {room}" in text, room
