@@ -56,7 +56,8 @@ class _Joined:
             data = b"".join(self._parts)
             self._parts.clear()
             self._size = 0
-            self._transport.write(data)
+            if not self.is_closing():  # uvloop raises for one whose client was gone within this turn.
+                self._transport.write(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import pytest
+import uvloop
 
 
 def request_bytes(route: str, **fields: Any) -> bytes:
@@ -57,6 +58,41 @@ def test_a_client_that_leaves(
             assert site.ingress.metrics.requests == {(route, "cancelled"): 1}
 
     asyncio.run(main())
+
+
+def test_clients_that_leave_in_the_middle_of_a_frame_disturb_nobody(serve: Any, text: Any) -> None:
+    """On the loop that routers run on: it raises for what is written to a connection that is closed."""
+    (word,) = text._encode(" the", False)
+    complaints: list[dict[str, Any]] = []
+
+    def endless(request: Any) -> Any:
+        while True:
+            yield word
+            tick = asyncio.Event()
+            asyncio.get_running_loop().call_soon(tick.set)
+            yield tick
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        async with serve(endless, context=None) as site:
+            site.ingress.models["tiny/model-1"].context = 10_000_000
+            for _ in range(20):
+                asked = [
+                    await site.raw(request_bytes("/v1/completions", stream=True, ignore_eos=True))
+                    for _ in range(4)
+                ]
+                async with asyncio.timeout(20):
+                    await asyncio.gather(*(reader.readuntil(b"data: ") for reader, _ in asked))
+                for _, writer in asked:
+                    linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    writer.transport.abort()
+                async with asyncio.timeout(20):
+                    while site.ingress.exchanges:
+                        await asyncio.sleep(0)
+
+    uvloop.run(main())
+    assert not complaints
 
 
 def test_a_client_that_reads_no_more(serve: Any, text: Any) -> None:
