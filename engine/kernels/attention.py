@@ -240,11 +240,12 @@ def decode_attention(
     *,
     split: Split | None = None,
     out: Tensor | None = None,
+    shape: dict[str, int] | None = None,
 ) -> Tensor:
     """Attention of one token a sequence, the last: `[seqs, heads, dim]`, as `reference.decode_attention`.
 
-    `split`: from `plan_split`; without it, contexts stay whole. `out`: where to write, contiguous. Rows of
-    length 0 give zeros.
+    `split`: from `plan_split`; without it, contexts stay whole. `out`: where to write, contiguous. `shape`:
+    of the kernel, in place of the tuned one. Rows of length 0 give zeros.
     """
     seqs, heads, dim = queries.shape
     view = pool[:, layer]
@@ -252,7 +253,7 @@ def decode_attention(
     _check(queries, view, heads, kv_heads)
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
-    shape = tuned("decode", queries.device, dim=dim, group=group)
+    shape = shape or tuned("decode", queries.device, dim=dim, group=group)
     out = torch.empty(seqs, heads, dim, dtype=queries.dtype, device=queries.device) if out is None else out
     parts = split.parts if split is not None else 1
     if parts > 1:
@@ -291,6 +292,7 @@ def chunk_attention(
     soft_cap: float | None = None,
     *,
     out: Tensor | None = None,
+    shape: dict[str, int] | None = None,
 ) -> Tensor:
     """Causal attention of runs of tokens, each the last of its sequence: `[rows, heads, dim]`, as
     `reference.chunk_attention`. `query_starts`: int32 `[seqs + 1]`, rising."""
@@ -300,7 +302,7 @@ def chunk_attention(
     kv_heads, block_size = view.shape[2], view.shape[3]
     _check(queries, view, heads, kv_heads)
     group = heads // kv_heads
-    shape = tuned("chunk", queries.device, dim=dim, group=group)
+    shape = shape or tuned("chunk", queries.device, dim=dim, group=group)
     lines = max(shape["rows"], triton.next_power_of_2(group))
     tokens = lines // group
     out = torch.empty(rows, heads, dim, dtype=queries.dtype, device=queries.device) if out is None else out

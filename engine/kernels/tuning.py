@@ -20,10 +20,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FOLDER = Path(__file__).parent / "tuned"
 
 DEFAULTS: dict[str, dict[str, int]] = {
-    "decode": {"tile": 64, "warps": 4, "stages": 3},
-    "chunk": {"rows": 128, "tile": 64, "warps": 8, "stages": 3},
+    "decode": {"tile": 64, "warps": 4, "stages": 5},
+    "chunk": {"rows": 128, "tile": 64, "warps": 8, "stages": 5},
 }
-"""For devices without a file: sized for the 228 KB of shared memory that a Hopper multiprocessor has."""
+"""For devices without a file, and heads of 128: sized for Hopper's registers and shared memory by what
+`benchmarks.gpu.offline` tells (nothing spills, two tiles of keys and values are on their way). Of five stages
+two go to tiles, as keys are found through a table that has to be read before."""
 
 _INTERPRETER: dict[str, dict[str, int]] = {
     "decode": {"tile": 16, "warps": 1, "stages": 1},
@@ -52,10 +54,10 @@ def choose(table: dict[str, dict[str, int]], kernel: str, dim: int, group: int) 
         if key in table:
             return {**DEFAULTS[kernel], **table[key]}
     default = DEFAULTS[kernel]
+    # The same bytes a tile, whatever the width of heads.
     if dim > 128:
-        # Tiles of wide heads take the room of several stages.
-        return {**default, "tile": max(32, default["tile"] // 2), "stages": 2}
-    return default
+        return {**default, "tile": default["tile"] // 2}
+    return {**default, "tile": default["tile"] * 2} if dim <= 64 else default
 
 
 @functools.cache
