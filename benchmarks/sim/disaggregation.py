@@ -1,14 +1,17 @@
 """Prefill and decode apart against aggregated workers, as many GPUs: at which rates which attains more.
 
 `python -m benchmarks.sim.disaggregation --trace FILE` replays a trace; without one, long prompts are drawn.
+All of Mooncake's conversations are `--requests 12031`, ten minutes of CPU for each shape and rate.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
+from benchmarks.report import emit
 from benchmarks.sim.cases import ROOFLINE, PublishedTimes, play
 from fleet.objectives import Objectives
 from fleet.workload import Amount, Arrivals, Conversation, Kind, Shape, drawn, trace
@@ -65,10 +68,11 @@ def main(argv: Sequence[str]) -> int:
     speed: Speed = ROOFLINE if options.times == "roofline" else PublishedTimes()
     kv_tokens = ROOFLINE.kv_tokens() if options.times == "roofline" else PublishedTimes().kv_tokens
     rates = options.rate or ([1.0] if options.quick else [0.5, 1.0, 2.0, 3.0, 4.0])
+    found: dict[str, dict[float, float]] = {}
     for rate in rates:
         for shape in options.shape or ["0+8", "2+6", "4+4"]:
             prefill, decode = map(int, shape.split("+"))
-            play(
+            said = play(
                 "sim/disaggregation",
                 setup(prefill, decode, speed, kv_tokens, options.step_tokens, options.policy),
                 workload(options.trace, rate, 40 if options.quick else options.requests),
@@ -76,7 +80,25 @@ def main(argv: Sequence[str]) -> int:
                 trace=options.trace is not None,
                 rate=rate,
             )
+            found.setdefault(shape, {})[rate] = said["all"]["attainment"]
+    aggregated = next((shape for shape in found if shape.startswith("0+")), None)
+    for shape, shares in found.items():
+        if aggregated is None or shape == aggregated:
+            continue
+        if crossed := crossings(shares, found[aggregated]):
+            about = {"shape": shape, "against": aggregated, "trace": options.trace is not None}
+            emit("sim/disaggregation-crossing", "times the rate", crossed, **about)
     return 0
+
+
+def crossings(shares: Mapping[float, float], others: Mapping[float, float]) -> list[float]:
+    """Rates at which one begins or ends to attain more than the other, on lines between those played."""
+    gains = [(rate, shares[rate] - others[rate]) for rate in sorted({*shares} & {*others})]
+    return [
+        round(low + (high - low) * before / (before - after), 2)
+        for (low, before), (high, after) in pairwise(gains)
+        if before * after < 0
+    ]
 
 
 if __name__ == "__main__":
