@@ -138,6 +138,8 @@ def _weigh(
         fitted = _fit(goal, wanted, budget, settings, needed)
         if fitted != goal:
             notes.append(f"the budget is {budget}")
+            if settings.turns:
+                fitted, turns = _swap(seen, state, now, fitted, wanted)
     why = "; ".join([up.why, *notes])
     plan = _plan(settings, now, fitted, why, turns, (up.prefill, up.decode))
     together = up.aggregated
@@ -179,7 +181,7 @@ def _turn(
         short = needed[role] - wanted[role]
         if short <= 0 or spare[other] <= 0 or not seen.pool(other).ready:
             continue
-        back = state.turned_to == other and now - state.turned_at < settings.settle_s
+        back = _turned_back(state, role, now)
         rose = now - state.pools[other].rose_at < settings.turn_settle_s
         if back or rose or seen.pool(other).starting:
             notes.append(f"{other} has only just been given its workers: none of them changes its role yet")
@@ -190,6 +192,30 @@ def _turn(
             turned = {role: wanted[role] + count, other: wanted[other] - count}
             return {key: turned[key] for key in ROLES}, (role,) * count
     return goal, ()
+
+
+def _swap(
+    seen: Observation, state: State, now: float, fitted: dict[str, int], wanted: dict[str, int]
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Where the budget takes from one pool what it gives the other, the same workers go over; not back again
+    before long, for where both are short a little noise decides."""
+    settings = state.settings
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        gain, loss = fitted[role] - wanted[role], wanted[other] - fitted[other]
+        stay = 1 if other == "decode" else settings.least_prefill
+        if gain <= 0 or loss <= 0:
+            continue
+        if _turned_back(state, role, now):
+            return wanted, ()
+        count = min(gain, loss, seen.pool(other).ready - stay)
+        if count > 0:
+            return {role: wanted[role] + count, other: wanted[other] - count}, (role,) * count
+    return fitted, ()
+
+
+def _turned_back(state: State, role: str, now: float) -> bool:
+    """Whether a worker that takes this role now would undo a change that was made just before."""
+    return state.turned_to not in ("", role) and now - state.turned_at < state.settings.settle_s
 
 
 def _idle(seen: Observation, state: State, now: float, budget: int) -> Plan | None:
@@ -304,7 +330,7 @@ def _remember(seen: Observation, state: State, now: float, fresh: bool) -> None:
             pool.settle_times = 1.0
         pool.wanted = wanted
     if fresh:
-        state.load.add(seen.asked, now)
+        state.load.add(seen, now)
         for worker in seen.workers:
             state.capacity.learn(worker)
         state.capacity.forget({worker.id for worker in seen.workers})

@@ -124,7 +124,7 @@ class Forecast:
         self._slot_seconds += seconds
 
 
-_MEAN_OF = 50.0
+_MEAN_OF = 25.0
 """Of so many a mean is at least, however long ago they came: of fewer it would be noise."""
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from planner.capacity import Capacity
 from planner.forecast import Forecast, Mean
 from planner.queueing import aggregated_workers, decode_workers, prefill_workers
-from planner.words import Asked, Observation, PlannerSettings, WorkerSeen
+from planner.words import Observation, PlannerSettings, WorkerSeen
 
-_MIX_S = 45.0
+_MIX_S = 30.0
 """Over which lengths and shares are means."""
 _FEW = 8.0
 """Requests whose lengths make a mean that is relied on."""
@@ -24,6 +25,8 @@ _QUEUE_S = 0.5
 """Of prompts at a worker that are no backlog."""
 _IDLE_S = 0.2
 """Of prompts at each prefill worker, below which these are not what requests wait for."""
+_PROGRESS_S = 15.0
+"""Over which the number of answers in progress is a mean."""
 _MARGIN = 0.9
 """Share of an objective that is planned for; the rest is for hand-off, network and noise."""
 _LATE_SHARE = 0.5
@@ -52,21 +55,34 @@ class Load:
         self.arrivals = Forecast(settings.season_s)
         self._prompt, self._square, self._answer, self._cached = (Mean(_MIX_S) for _ in range(4))
         self._classes: dict[str, tuple[Mean, float | None, float | None]] = {}
+        self._progress: float | None = None
+        """Answers in progress, as of late."""
+        self._step_s: float | None = None
+        """Of a decode step now, on average of the workers."""
         self.idle_since: float | None = None
 
-    def add(self, asked: Asked, now: float) -> None:
+    def add(self, seen: Observation, now: float) -> None:
+        asked = seen.asked
+        keep = math.exp(-asked.seconds / _PROGRESS_S) if self._progress is not None else 0.0
+        there = sum(_in_progress(one) for one in seen.workers if one.role == "decode")
+        self._progress = keep * (self._progress or 0.0) + (1 - keep) * there
+        slow = [one.decode_step_s for one in seen.workers if one.role == "decode" and one.decode_step_s]
+        self._step_s = sum(slow) / len(slow) if slow else None
         self.arrivals.add(asked.arrived, asked.seconds, now)
         self._prompt.add(asked.prompt_tokens, asked.arrived, asked.seconds)
         self._square.add(asked.prompt_squares, asked.arrived, asked.seconds)
         self._cached.add(asked.cached_tokens, asked.ended_tokens, asked.seconds)
         self._answer.add(asked.output_tokens, asked.ended, asked.seconds)
-        for name, seen in sorted(asked.classes.items()):
+        for name, one in sorted(asked.classes.items()):
             held = self._classes.get(name, (Mean(_MIX_S),))[0]
-            self._classes[name] = (held, seen.ttft_ms, seen.tpot_ms)
+            self._classes[name] = (held, one.ttft_ms, one.tpot_ms)
         for name, (held, _, _) in self._classes.items():
             arrived = asked.classes[name].arrived if name in asked.classes else 0
             held.add(arrived, asked.arrived, asked.seconds)
-        if asked.arrived or asked.running or asked.waiting:
+        # Who has asked for workers that are still starting is about to ask them.
+        limit_s = self._settings.ready_limit_s
+        coming = any(pool.starting and pool.short_s < limit_s for pool in (seen.prefill, seen.decode))
+        if coming or asked.arrived or asked.running or asked.waiting:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
@@ -106,11 +122,14 @@ class Load:
         if prompt is None or self._prompt.count < _FEW / 2:
             return "too few requests came to know how long their prompts are"
         speed = capacity.prefill_tokens_s
-        if speed is None and seen.prefill.ready:
-            return "no prefill worker has shown its speed yet"
+        decode = capacity.decode(_MARGIN * tpot_s, prompt + (answer or 0.0) / 2)
+        if speed is None and (decode is None or answer is None):
+            return "no worker has shown its speed yet"
         late = (1 - settings.target) * _LATE_SHARE
         fresh = 1 - (self._cached.value or 0.0)
-        prefill, busy, prefill_why = 0, 0.0, "no prefill worker has shown its speed"
+        # Of a pool whose speed is not known what is wanted stays: all may be in the caches of the other one.
+        prefill, busy = seen.prefill.wanted, 0.0
+        prefill_why = f"prefill {prefill} as before: none of them has shown its speed"
         if speed is not None:
             service_s = prompt * fresh / speed
             square = (self._square.value or 0.0) / (prompt * prompt)
@@ -133,10 +152,11 @@ class Load:
                 f"prefill {prefill}: {rate:.3g}/s of {prompt * fresh:.0f} new tokens{piled} at "
                 f"{speed:.0f} tokens/s each"
             )
-        decode = capacity.decode(_MARGIN * tpot_s, prompt + (answer or 0.0) / 2)
         if decode is None or answer is None:
-            return "no decode worker has shown its speed yet"
-        there = sum(_in_progress(one, decode.step_s) for one in seen.workers if one.role == "decode")
+            many = seen.decode.wanted
+            return Needs(prefill, many, f"{prefill_why}; decode {many} as before: none has shown its speed")
+        # Too many at a time are slow, and slow ones are many: as many as there would be at that speed.
+        there = (self._progress or 0.0) / max(1.0, (self._step_s or decode.step_s) / decode.step_s)
         if self.waits_for_decode(seen, capacity):
             there += min(seen.asked.waiting, there)
         sequences = max(rate * answer * decode.step_s, times * there if queues else 0.0)
@@ -164,8 +184,6 @@ def _queued(seen: Observation) -> float:
     return sum(one.queued_tokens for one in seen.workers if one.role == "prefill")
 
 
-def _in_progress(worker: WorkerSeen, step_s: float) -> float:
-    """Answers that it would have in progress if its steps took so long: too many at a time are slow, and slow
-    ones are many. Of those that wait there as many as run, at most."""
-    slow = max(1.0, (worker.decode_step_s or step_s) / step_s)
-    return (worker.running + min(worker.waiting, worker.running)) / slow
+def _in_progress(worker: WorkerSeen) -> float:
+    """Of those that wait there as many as run, at most."""
+    return worker.running + min(worker.waiting, worker.running)

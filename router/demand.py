@@ -93,7 +93,7 @@ class Ledger:
         """For Prometheus: always there, whether anybody serves or not."""
         yield value("pdfleet_demand_requests", "Requests that came, served or not.",
                     Kind.COUNTER, self._totals["arrived"])  # fmt: skip
-        yield value("pdfleet_demand_rejected", "Of those, refused for load or because nobody served.",
+        yield value("pdfleet_demand_rejected", "Requests refused for load, or because nobody served.",
                     Kind.COUNTER, self._totals["rejected"])  # fmt: skip
         yield value("pdfleet_demand_held", "Requests that wait because no worker is there at all.",
                     Kind.GAUGE, len(self.held))  # fmt: skip
