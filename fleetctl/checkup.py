@@ -110,6 +110,7 @@ def checks(facts: Facts) -> Iterator[Check]:
         told = f"not certain of {len(facts.unproven)}: {names}" if names else "routers are certain of each"
         step = "it passes in seconds while NATS works" if names else ""
         yield Check("caches", not facts.unproven, told, step)
+    yield from _budgets(facts)
     yield _ports(facts)
     yield _versions(facts)
     yield _fingerprints(facts)
@@ -148,6 +149,30 @@ def _processes(facts: Facts) -> Iterator[Check]:
     which = off[0].id if off else missing[0] if missing else ""
     yield Check("workers", not off and not missing, told or f"all {len(facts.picture.workers)} are ready",
                 f"`fleetctl logs {which}`" if which else "")  # fmt: skip
+
+
+_BUDGET = ("weights", "activations", "graphs", "kv")
+"""Parts of a worker's memory, as its counters name them."""
+
+
+def _budgets(facts: Facts) -> Iterator[Check]:
+    """Where the memory of each worker's device goes; of workers that tell."""
+    for row in facts.picture.workers if facts.picture else ():
+        told = row.counters or {}
+        parts = {part: told[f"memory_{part}_bytes"] for part in _BUDGET if f"memory_{part}_bytes" in told}
+        if not parts:
+            continue
+        said = ", ".join(f"{part} {_gib(size)}" for part, size in parts.items() if size)
+        whole = told.get("memory_device_bytes")
+        fine = whole is None or sum(parts.values()) <= 0.98 * whole
+        yield Check(
+            f"memory of {row.id}", fine, f"{said}{'' if whole is None else f' of {_gib(whole)}'} GiB",
+            "" if fine else "steps may be cut in parts for want of memory: lower engine.memory_share",
+        )  # fmt: skip
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f}"
 
 
 def _ports(facts: Facts) -> Check:

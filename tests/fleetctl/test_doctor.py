@@ -40,6 +40,29 @@ def test_of_a_fleet_that_is_well_everything_is() -> None:
     assert len(found) == 11
 
 
+def test_the_memory_of_a_device_is_told_and_its_want_is_noticed() -> None:
+    gib = 1 << 30
+
+    def told(kv: int, **more: int) -> list[Check]:
+        counters = {
+            "memory_weights_bytes": 15 * gib,
+            "memory_kv_bytes": kv * gib,
+            "memory_graphs_bytes": 0,
+            **more,
+        }
+        workers = (replace(PICTURE.workers[0], counters=counters), PICTURE.workers[1])
+        found = checks(replace(WELL, picture=replace(PICTURE, workers=workers)))
+        return [check for check in found if check.name.startswith("memory of")]
+
+    (check,) = told(100, memory_device_bytes=141 * gib)
+    assert (check.name, check.fine) == ("memory of prefill-0", True)
+    assert check.said == "weights 15.0, kv 100.0 of 141.0 GiB"
+    (check,) = told(125, memory_device_bytes=141 * gib)
+    assert check.fine is False
+    assert "engine.memory_share" in check.next_step
+    assert told(2)[0].said == "weights 15.0, kv 2.0 GiB"
+
+
 @pytest.mark.parametrize(
     ("facts", "name", "said"),
     [
