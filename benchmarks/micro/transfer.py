@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import uvloop
 
 from benchmarks.report import emit, percentile
 from fleet.handoff import KvTicket
@@ -170,7 +171,8 @@ async def _measure(case: str, transport: str, checksum: bool, repeats: int) -> N
     if transport == "ucx":
         with socket.create_server(("127.0.0.1", 0)) as server:
             process.stdin.write(f"bare {server.getsockname()[1]}\n".encode())
-            bare_sock, _ = await asyncio.to_thread(server.accept)
+            accepted, _ = await asyncio.to_thread(server.accept)
+        bare_sock = accepted
         bare_sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A reader maps a source's pool once and for long: first touches of its pages are not what is measured.
     for start in range(0, POOL_BLOCKS, count):
@@ -237,13 +239,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.source:
         transport, block_bytes, checksum = options.source.split(",")
-        asyncio.run(_source(transport, int(block_bytes), bool(int(checksum))))
+        uvloop.run(_source(transport, int(block_bytes), bool(int(checksum))))  # as workers do
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     repeats = 5 if options.quick else 60
     for case in CASES:
         for transport, checksum in (("shm", True), ("shm", False), ("ucx", True), ("ucx", False)):
-            asyncio.run(_measure(case, transport, checksum, repeats))
+            uvloop.run(_measure(case, transport, checksum, repeats))
     return 0
 
 
