@@ -58,7 +58,7 @@ def apply(tree: Any, case: dict[str, Any]) -> Callable[[], list[float]]:
         start = time.process_time_ns()
         for _ in range(case["batch"]):
             both()
-        tree.find_matches([1])  # Events are taken in behind the call; this one waits for them.
+        tree.find_matches([1])  # Waits, should an event be taken in behind its call.
         return [(time.process_time_ns() - start) / 1000 / case["batch"]]
 
     return some
