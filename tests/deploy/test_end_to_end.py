@@ -64,10 +64,10 @@ def router(front: Front) -> str:
     raise AssertionError("no router is ready")
 
 
-async def complete(client: httpx.AsyncClient, number: int, tokens: int = 60) -> str:
+async def complete(client: httpx.AsyncClient, url: str, number: int, tokens: int = 60) -> str:
     body = {"model": "m", "prompt": f"request {number}", "max_tokens": tokens, "stream": True}
     text = ""
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
         assert answer.status_code == 200, (await answer.aread()).decode()
         async for line in answer.aiter_lines():
             assert "error" not in line, line
@@ -77,20 +77,20 @@ async def complete(client: httpx.AsyncClient, number: int, tokens: int = 60) -> 
 
 
 class Load:
-    """Requests one after another from several clients, until it is told to end."""
+    """Requests one after another from several clients, each to a router that is ready then, until its end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, front: Front) -> None:
         self.done = 0
-        self._url = url
+        self._front = front
         self._ended = False
 
     async def run(self, clients: int) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=120) as client:
+        async with httpx.AsyncClient(timeout=120) as client:
 
             async def one(number: int) -> None:
                 turn = 0
                 while not self._ended:
-                    await complete(client, number * 10_000 + turn)
+                    await complete(client, router(self._front), number * 10_000 + turn)
                     self.done += 1
                     turn += 1
 
@@ -106,7 +106,9 @@ async def settled(front: Front) -> None:
     await kubectl(front, "wait", "--for=condition=Progressing=false", "ifl/demo", "--timeout=120s")
 
 
-def test_apply_serves_and_scaling_under_load_loses_no_request(tmp_path: Path, etcd: Etcd, nats: Nats) -> None:
+def test_apply_serves_and_scaling_and_updating_under_load_lose_no_request(
+    tmp_path: Path, etcd: Etcd, nats: Nats
+) -> None:
     async def go() -> None:
         async with cluster(tmp_path) as (front, kubelet):
             try:
@@ -119,10 +121,10 @@ def test_apply_serves_and_scaling_under_load_loses_no_request(tmp_path: Path, et
                 )
                 await kubectl(front, "apply", "--validate=false", "-f", "-", text=body)
                 await settled(front)
-                async with httpx.AsyncClient(base_url=router(front), timeout=60) as client:
-                    await complete(client, 0, 5)
+                async with httpx.AsyncClient(timeout=60) as client:
+                    await complete(client, router(front), 0, 5)
 
-                load = Load(router(front))
+                load = Load(front)
                 loading = asyncio.create_task(load.run(4))
                 await done(load, loading, 4)
                 first = {pod["metadata"]["name"] for pod in front.store.all("pods")}
@@ -135,12 +137,22 @@ def test_apply_serves_and_scaling_under_load_loses_no_request(tmp_path: Path, et
                 await fleetctl(front, "scale", "prefill=1", "decode=1", "--kubernetes", "default/demo",
                                "--wait", "--limit", "120")  # fmt: skip
                 await done(load, loading, load.done + 4)
-                load.end()
-                await loading
                 assert len(kubelet.exits) == 3
                 assert set(kubelet.exits.values()) == {0}, kubelet.exits
                 routers = {name for name in first if "router" in name}
                 assert routers <= {pod["metadata"]["name"] for pod in front.store.all("pods")}
+
+                # Another revision: each pod is another process in the end, the router as well.
+                before = {pod["metadata"]["name"] for pod in front.store.all("pods")}
+                image = '{"spec": {"image": "pdfleet:2"}}'
+                await kubectl(front, "patch", "ifl/demo", "--type=merge", "-p", image)
+                await settled(front)
+                await until(lambda: not before & {pod["metadata"]["name"] for pod in front.store.all("pods")})
+                await done(load, loading, load.done + 4)
+                load.end()
+                await loading
+                assert set(kubelet.exits) >= before
+                assert set(kubelet.exits.values()) == {0}, kubelet.exits
                 # Deleted all at once, every process still ends by itself.
                 await kubectl(front, "delete", "ifl/demo", "--timeout=60s")
                 await until(lambda: not front.store.all("pods"))

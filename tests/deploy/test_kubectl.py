@@ -160,6 +160,59 @@ def test_auto_hands_over_to_the_planner_and_counts_take_it_back(tmp_path: Path) 
     asyncio.run(go())
 
 
+async def start_controller(folder: Path, name: str, flags: list[str]) -> asyncio.subprocess.Process:
+    with (folder / f"{name}.log").open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "deploy.controller", f"--identity={name}", *flags), stdout=log, stderr=log
+        )
+
+
+def test_a_controller_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+    """Two processes, as they are installed."""
+
+    async def go() -> None:
+        async with api_server(tmp_path) as front:
+            workloads = Workloads(front.store, PretendKubelet(lambda pod: Behaviour(0.05, drain_s=0.05)))
+            nodes = asyncio.ensure_future(workloads.run())
+            await kubectl(front, "apply", "--server-side", "--validate=false", "-f", "-",
+                          text=to_yaml(definitions()))  # fmt: skip
+            flags = ["--election.lease-s=10", "--election.deadline-s=9", "--election.renew-s=0.5",
+                     "--lease-namespace=default", f"--kubeconfig={front.kubeconfig}"]  # fmt: skip
+            started = [
+                await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "deploy.controller", f"--identity={name}", *flags),
+                    stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+                )
+                for name in ("one", "two")
+            ]  # fmt: skip
+            try:
+                await kubectl(front, "apply", "--validate=false", "-f", "-", text=fleet())
+                await asyncio.wait_for(_until(front, lambda: front.store.all("leases")), 60)
+                await settled(front)
+                leader = front.store.all("leases")[0]["spec"]["holderIdentity"]
+                first, second = started if leader == "one" else reversed(started)
+                first.kill()
+                await kubectl(front, "scale", "fpool/demo-decode", "--replicas=4")
+                await asyncio.wait_for(_until(front, lambda: _counts(front) == (1, 4)), 120)
+                await settled(front)
+                assert front.store.all("leases")[0]["spec"]["holderIdentity"] not in ("", leader)
+                second.terminate()
+                assert await asyncio.wait_for(second.wait(), 30) == 0
+                assert front.store.all("leases")[0]["spec"]["holderIdentity"] == "", "it is let go"
+            except BaseException:
+                print("\n".join((tmp_path / f"{name}.log").read_text() for name in ("one", "two")))
+                raise
+            finally:
+                for process in started:
+                    if process.returncode is None:
+                        process.kill()
+                        await process.wait()
+                nodes.cancel()
+                await asyncio.gather(nodes, return_exceptions=True)
+
+    asyncio.run(go())
+
+
 def _counts(front: Front) -> tuple[int, int]:
     spec = front.store.all("inferencefleets")[0]["spec"]
     return spec["prefill"]["replicas"], spec["decode"]["replicas"]
