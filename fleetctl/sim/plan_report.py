@@ -142,7 +142,9 @@ def _searched(said: Mapping[str, Any]) -> list[RenderableType]:
     run = said["simulated"]
     notes = f"{run['requests']:,} conversations each, after {run['warm_up_s']:.3g} s of warm-up; p50 / p99"
     skipped = [f"{_kind(one)}: {one['skipped']}" for one in said["searches"] if "skipped" in one]
-    return [made, Text(notes, style="dim"), *(Text(one, style="dim") for one in skipped)]
+    others = [f"{one['step_tokens']}: {one['attainment']:.1%}" for one in said["other_steps"]]
+    steps = [f"attained with other steps of prefill workers, {', '.join(others)}"] if others else []
+    return [made, *(Text(one, style="dim") for one in (notes, *steps, *skipped))]
 
 
 def _estimates(said: Mapping[str, Any]) -> RenderableType:
