@@ -133,10 +133,15 @@ def _names(values: tuple[int, ...]) -> bytes:
         raise ValueError(f"a block's name is no number of 64 bits: {error}") from None
 
 
+_FEW_NAMES = [struct.Struct(f"<{count}Q") for count in range(33)]
+"""What a step stores is a few; to find the form for it takes longer than to read it."""
+
+
 def _named(data: bytes) -> tuple[int, ...]:
     if len(data) % 8:
         raise ValueError(f"{len(data)} bytes are no names of 8 bytes each")
-    return struct.unpack(f"<{len(data) // 8}Q", data)
+    count = len(data) // 8
+    return _FEW_NAMES[count].unpack(data) if count <= 32 else struct.unpack(f"<{count}Q", data)
 
 
 def _token_bytes(values: tuple[int, ...]) -> bytes:
@@ -485,22 +490,15 @@ def decode_kv_events(data: bytes) -> KvEvents:
 
 def _kv_event(message: Any) -> KvEvent:
     kind = message.WhichOneof("event")
-    if kind == "stored":
-        said = message.stored
-        return BlocksStored(_named(said.hashes), _tier(said.tier))
-    if kind == "dropped":
-        said = message.dropped
-        return BlocksDropped(_named(said.hashes), _tier(said.tier))
     if kind == "cleared":
         return Cleared()
-    raise ValueError("KvEvent is none of stored, dropped, cleared")
-
-
-def _tier(name: str) -> Tier:
-    tier = _TIERS.get(name)
+    if kind is None:
+        raise ValueError("KvEvent is none of stored, dropped, cleared")
+    word, said = (BlocksStored, message.stored) if kind == "stored" else (BlocksDropped, message.dropped)
+    tier = _TIERS.get(said.tier)
     if tier is None:
-        raise ValueError(f"{name!r} is no tier")
-    return tier
+        raise ValueError(f"{said.tier!r} is no tier")
+    return word(_named(said.hashes), tier)
 
 
 def encode_kv_snapshot(snapshot: KvSnapshot) -> bytes:
