@@ -56,8 +56,8 @@ class EngineSettings:
 
     attention: str = "auto"
     """Backend of attention: cpu (C kernels, compiled at the first start where there is a compiler), triton
-    (kernels for NVIDIA GPUs), gather (plain torch, anywhere) or auto, which is the fastest that works on
-    the device. Which one it is, and why, is logged at start."""
+    (kernels for NVIDIA GPUs), flashinfer (where that is installed), gather (plain torch, anywhere) or auto,
+    the fastest that works on the device; flashinfer only if asked for. Which it is, and why, is logged."""
 
     threads: int = 1
     """CPU threads of a step. 1: a worker a core is what a prefill and a decode worker on two cores want."""

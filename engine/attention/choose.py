@@ -44,13 +44,22 @@ def _triton(pool: KvPool) -> tuple[Attention[Any] | None, str]:
         return None, str(why)
 
 
+def _flashinfer(pool: KvPool) -> tuple[Attention[Any] | None, str]:
+    try:
+        from engine.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(pool), "FlashInfer over the pages"
+    except ImportError as why:
+        return None, f"{why.name or 'triton'} is not installed"
+
+
 def _gather(pool: KvPool) -> tuple[Attention[Any] | None, str]:
     return GatherAttention(pool), "plain torch"
 
 
-BACKENDS: dict[str, _Attempt] = {"cpu": _cpu, "triton": _triton, "gather": _gather}
-"""In the order in which `auto` tries them; a module that needs much is imported in its attempt. The last
-one works anywhere."""
+BACKENDS: dict[str, _Attempt] = {"cpu": _cpu, "triton": _triton, "gather": _gather, "flashinfer": _flashinfer}
+"""In the order in which `auto` tries them; a module that needs much is imported in its attempt. `gather`
+works anywhere; what comes after it is used only where it is asked for."""
 
 
 def capture_decodes(
