@@ -397,7 +397,7 @@ class Router:
                 self._ask(standing.card)
             self.index.tidy(loop.time())
             unfound = self.index.unfound()
-            for worker in unfound - self._unfound:
+            for worker in sorted(unfound - self._unfound):
                 self.counters["names_unfound"] += 1
                 log.error(
                     "worker %s never tells of the blocks that it is sent: it caches nothing, or names blocks "
