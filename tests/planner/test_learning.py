@@ -1,0 +1,123 @@
+"""What the planner learns of workers and of demand, and what queueing theory makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.capacity import Capacity
+from planner.forecast import Forecast, Mean
+from planner.queueing import aggregated_workers, decode_workers, prefill_workers
+from planner.words import WorkerSeen
+
+
+def prefill(speed: float, ready_s: float = 100.0, worked: bool = True) -> WorkerSeen:
+    return WorkerSeen("p", "prefill", ready_s, worked, prefill_tokens_s=speed)
+
+
+def decode(batch: float, step_s: float, ready_s: float = 100.0) -> WorkerSeen:
+    return WorkerSeen(
+        "d", "decode", ready_s, True, decode_step_s=step_s, decode_batch=batch, kv_tokens=10_000
+    )
+
+
+def test_cold_idle_and_odd_speeds_are_not_learnt() -> None:
+    capacity = Capacity(warm_up_s=20.0)
+    for _ in range(50):
+        capacity.learn(prefill(10.0, ready_s=5.0))
+        capacity.learn(prefill(10.0, worked=False))
+    assert capacity.prefill_tokens_s is None
+    for place in range(60):
+        capacity.learn(prefill(10.0 if place % 7 == 6 else 1000.0 + place))
+    assert capacity.prefill_tokens_s == pytest.approx(1045, abs=20)
+
+
+def test_a_world_that_has_changed_is_believed_in_the_end() -> None:
+    capacity = Capacity(warm_up_s=0.0)
+    for _ in range(100):
+        capacity.learn(prefill(1000.0))
+    for _ in range(39):
+        capacity.learn(prefill(100.0))
+    assert capacity.prefill_tokens_s == pytest.approx(1000)
+    capacity.learn(prefill(100.0))
+    assert capacity.prefill_tokens_s == pytest.approx(100)
+
+
+def test_a_decode_worker_sustains_what_steps_memory_and_experience_allow() -> None:
+    capacity = Capacity(warm_up_s=0.0)
+    noise = np.random.default_rng(1)
+    for batch in noise.uniform(1, 40, 300):
+        capacity.learn(decode(float(batch), 0.01 + 0.001 * float(batch) * float(noise.uniform(0.95, 1.05))))
+    found = capacity.decode(0.05, tokens=100)
+    assert found is not None
+    assert found.batch == pytest.approx(40, rel=0.1)
+    assert found.step_s == pytest.approx(0.05, rel=0.02)
+    assert capacity.decode(10.0, tokens=1).limited_by.startswith("twice")  # type: ignore[union-attr]
+    assert capacity.decode(10.0, tokens=1000).batch == pytest.approx(9)  # type: ignore[union-attr]
+    assert capacity.decode(1e-6, tokens=1).batch == 1.0  # type: ignore[union-attr]
+
+
+def test_a_trend_is_seen_and_noise_is_none() -> None:
+    noise = np.random.default_rng(3)
+    steady, ramp = Forecast(86_400.0), Forecast(86_400.0)
+    false = 0
+    for tick in range(1, 1000):
+        now = 5.0 * tick
+        steady.add(int(noise.poisson(10)), 5.0, now)
+        false += steady.trend > 0
+        if tick <= 120:
+            ramp.add(int(noise.poisson(5 * (2 + 0.02 * now))), 5.0, now)
+    assert false < 30
+    assert ramp.trend == pytest.approx(0.02, rel=0.4)
+    level, ahead = ramp.level, ramp.at(60.0)
+    assert level is not None
+    assert ahead is not None
+    assert ahead == pytest.approx(2 + 0.02 * 660, rel=0.2)
+    assert ahead > level
+    assert Forecast(60.0).at(10.0) is None
+
+
+def test_a_mean_forgets_by_time_and_not_with_few() -> None:
+    mean = Mean(30.0)
+    mean.add(1000.0, 1.0, 5.0)
+    for _ in range(50):
+        mean.add(0.0, 0.0, 5.0)
+    assert mean.value == 1000.0
+    for _ in range(40):
+        mean.add(500.0, 5.0, 5.0)
+    assert mean.value == pytest.approx(100.0, rel=0.05)
+
+
+@pytest.mark.parametrize("load", [0.2, 0.9, 2.5, 7.0, 20.0])
+def test_prefill_workers_keep_the_wait_that_a_simulated_queue_has(load: float) -> None:
+    """M/M/n, by drawing it."""
+    servers = prefill_workers(load, 1.0, 1.0, wait_s=2.0, late=0.05, utilisation=0.95)
+    noise = np.random.default_rng(5)
+
+    def late(count: int) -> float:
+        free = [0.0] * count
+        at, waits = 0.0, 0
+        for _ in range(6000):
+            at += noise.exponential(1 / load)
+            place = int(np.argmin(free))
+            begin = max(at, free[place])
+            waits += begin - at > 2.0
+            free[place] = begin + noise.exponential(1.0)
+        return waits / 6000
+
+    assert late(servers) <= 0.08
+    if servers > 2:
+        assert late(servers - 2) > 0.02
+
+
+def test_counts_grow_with_load_and_shrink_with_patience() -> None:
+    counts = [prefill_workers(load / 4, 1.0, 1.0, 2.0, 0.025, 0.85) for load in range(80)]
+    assert counts == sorted(counts)
+    assert prefill_workers(3.0, 1.0, 1.0, 8.0, 0.025, 0.85) <= prefill_workers(
+        3.0, 1.0, 1.0, 1.0, 0.025, 0.85
+    )
+    assert prefill_workers(3.0, 1.0, 1.0, -1.0, 0.025, 0.85) >= 7
+    assert decode_workers(0.0, 10.0, 0.05) == 0
+    assert decode_workers(100.0, 10.0, 0.05) == 12
+    assert aggregated_workers(0.1, 2.0, 0.01, 0.001, 0.05, 0.85) == 1
+    assert aggregated_workers(0.5, 1.0, 0.06, 0.001, 0.05, 0.85) is None
