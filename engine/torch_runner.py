@@ -17,6 +17,7 @@ from engine import sampler
 from engine.attention.protocol import Attention
 from engine.kv_pool import KvPool
 from engine.memory import MemoryBudget
+from engine.mirror import Mirror
 from engine.models.llama import Llama
 from engine.sparing import OutOfMemory, Sparing
 from engine.step_plan import Ints, plan_step
@@ -53,7 +54,8 @@ class TorchRunner:
     ) -> None:
         """`host`: uint8 `[blocks, block_bytes]`, where the pool is not itself the memory that others read.
         `graphs`: of the same model, pool and attention."""
-        self._host, self._graphs = host, graphs
+        self._mirror = Mirror(pool.memory, host) if host is not None else None
+        self._graphs = graphs
         self.budget: MemoryBudget | None = None
         """Where its memory goes, once it was planned or measured."""
         self._sparing = Sparing(self.step)
@@ -150,26 +152,18 @@ class TorchRunner:
 
     @property
     def staged(self) -> bool:
-        return self._host is not None
+        return self._mirror is not None
 
     async def to_host(self, blocks: Sequence[int]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._mirror, blocks, True)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._copy, blocks, True)
 
     async def from_host(self, blocks: Sequence[int]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._mirror, blocks, False)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._copy, blocks, False)
 
     @torch.inference_mode()
-    def _mirror(self, blocks: Sequence[int], out: bool) -> None:
-        if self._host is None or not blocks:
-            return
-        # One gather and one copy each way: many small copies would each wait for the device.
-        index = torch.tensor(blocks)
-        device_index = index.to(self._device)
-        if out:
-            self._host.index_copy_(0, index, self._pool.memory.index_select(0, device_index).cpu())
-        else:
-            moved = self._host.index_select(0, index).to(self._device)
-            self._pool.memory.index_copy_(0, device_index, moved)
+    def _copy(self, blocks: Sequence[int], out: bool) -> None:
+        if self._mirror is not None:
+            (self._mirror.out if out else self._mirror.into)(blocks)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
