@@ -97,7 +97,7 @@ class Unusable(Exception):
 @functools.cache
 def _attempt() -> Native | str:
     try:
-        return _declare(ctypes.CDLL(str(_built())))
+        return _declare(ctypes.CDLL(str(build())))
     except Unusable as why:
         return str(why)
     except OSError as error:
@@ -129,7 +129,8 @@ def _declare(library: ctypes.CDLL) -> Native:
     return Native(library, amx)
 
 
-def _built() -> Path:
+def build() -> Path:
+    """Where the compiled kernels lie; compiles them if they do not. Raises `Unusable`."""
     if os.environ.get("PDFLEET_NATIVE") == "0":
         raise Unusable("switched off by PDFLEET_NATIVE=0")
     if os.name != "posix":
