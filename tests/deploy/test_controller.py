@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
 from cluster_nodes import Behaviour
 from scene import Scene, scene
 
-from deploy.controller.render import DELETION_COST
-from deploy.controller.words import Judged
+from deploy.controller.plan import plan
+from deploy.controller.render import DELETION_COST, OWNED
+from deploy.controller.words import Apply, Judged, Mark, Observed, Plan
 from fleet.cluster import FLEETS, JSON, MERGE, POOLS, ClusterError, Object
 from fleet.virtual_time import run
 
@@ -604,5 +606,40 @@ def test_scaled_to_zero_and_back() -> None:
         s.change(decode={"replicas": 1})
         await s.settle()
         assert s.condition("Available")["status"] == "True"
+
+    play(story)
+
+
+def test_no_set_is_lowered_by_the_plan_that_marks_who_goes() -> None:
+    """Who deletes pods reads marks from a copy of its own, which may be behind."""
+
+    async def story(s: Scene) -> None:
+        s.create(decode={"replicas": 3})
+        await s.settle()
+        fleet, pods = copy.deepcopy(s.fleet()), s.pods("decode")
+        fleet["spec"]["decode"]["replicas"] = 1
+        owned = tuple(one for kind in OWNED for one in s.store.all(kind.plural))
+
+        def made(pods: list[Object]) -> Plan:
+            return plan(
+                Observed(fleet, owned, (*pods, *s.pods("prefill"), *s.pods("router"))), s.store.clock()
+            )
+
+        def lowered(found: Plan) -> list[int]:
+            return [
+                one.object["spec"]["replicas"]
+                for one in found.actions
+                if isinstance(one, Apply) and "demo-decode-" in one.object["metadata"]["name"]
+            ]
+
+        first = made(pods)
+        marks = [one for one in first.actions if isinstance(one, Mark)]
+        assert [one.cost for one in marks] == [-1000, -1000]
+        assert lowered(first) == []
+        marked = copy.deepcopy(pods)
+        for pod in marked:
+            if pod["metadata"]["name"] in {one.pod for one in marks}:
+                pod["metadata"]["annotations"] = {DELETION_COST: "-1000"}
+        assert lowered(made(marked)) == [1]
 
     play(story)

@@ -178,13 +178,7 @@ def test_a_controller_that_is_killed_is_followed_by_another(tmp_path: Path) -> N
                           text=to_yaml(definitions()))  # fmt: skip
             flags = ["--election.lease-s=10", "--election.deadline-s=9", "--election.renew-s=0.5",
                      "--lease-namespace=default", f"--kubeconfig={front.kubeconfig}"]  # fmt: skip
-            started = [
-                await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "deploy.controller", f"--identity={name}", *flags),
-                    stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-                )
-                for name in ("one", "two")
-            ]  # fmt: skip
+            started = [await start_controller(tmp_path, name, flags) for name in ("one", "two")]
             try:
                 await kubectl(front, "apply", "--validate=false", "-f", "-", text=fleet())
                 await asyncio.wait_for(_until(front, lambda: front.store.all("leases")), 60)
