@@ -16,6 +16,7 @@ from fleet.errors import Overloaded, Unavailable
 from fleet.member import Role, desired_key
 from fleet.targets import Desired, LastDecision, Mode, decision_key, format_desired, planner_prefix
 from router.exposition import families
+from router.live import Live
 from router.settings import FlowSettings
 
 AUTO = format_desired(Desired(0, 0, Mode.ACT))
@@ -128,6 +129,14 @@ def test_the_last_decision_reaches_who_shows_it() -> None:
         fleet.registry.put(decision_key("f"), b'{"of": "another version"}', 0)
         await asyncio.sleep(1.0)
         assert heard == [LastDecision(2, 1, "x", "act", True, 1.0), None]
+        live = Live(fleet.router.flow)
+        live.planned(LastDecision(2, 1, "more is asked", "advise", False, 1.0, advice="1 would do"), 7.0)
+        plan = live.snapshot(8.0).plan
+        assert plan is not None
+        assert (plan.prefill, plan.decode, plan.at) == (2, 1, 7.0)
+        assert plan.why == "(advise) more is asked; 1 would do"
+        live.planned(None, 9.0)
+        assert live.snapshot(9.0).plan is None
 
     in_fleet(body)
 
