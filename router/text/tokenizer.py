@@ -153,7 +153,8 @@ class ModelText:
     def of_bytes(cls, settings: TextSettings | None = None) -> ModelText:
         """For models that mean nothing: token n is byte n, and two more begin and end a turn."""
         tokenizer = Tokenizer(models.BPE(dict(_ALPHABET), []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        # Word by word: the library keeps 10,000 words that it has split, and whole prompts would be 20 MB.
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
         template = (
