@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import CDLL
 
 import numpy as np
 import torch
@@ -75,19 +77,24 @@ def _refuse(best: Sequence[float]) -> None:
     raise ValueError(f"the model gave logits that are not finite numbers, in rows {bad} of a step")
 
 
+def _kernels(logits: Tensor) -> CDLL | None:
+    if logits.device.type != "cpu" or not logits.is_contiguous():
+        return None
+    try:
+        return native(logits.dtype).library
+    except Unusable:
+        return None
+
+
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row, and its first place: torch takes five times as long on a CPU."""
-    if logits.device.type == "cpu" and logits.is_contiguous():
-        try:
-            highest = native(logits.dtype).library.highest
-        except Unusable:
-            pass
-        else:
-            best, places = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
-            highest(logits.data_ptr(), *logits.shape, best.data_ptr(), places.data_ptr())
-            return best, places
-    found = logits.max(dim=-1)
-    return found.values, found.indices
+    """The largest of each row, and its first place."""
+    kernels = _kernels(logits)
+    if kernels is None:
+        found = logits.max(dim=-1)
+        return found.values, found.indices
+    best, places = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    kernels.highest(logits.data_ptr(), *logits.shape, best.data_ptr(), places.data_ptr())
+    return best, places
 
 
 def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
@@ -171,7 +178,19 @@ def _draw_random(
     device, vocabulary = logits.device, logits.shape[1]
     cut = [row for row in random if _cuts(chunks[row], vocabulary)]
     whole = [row for row in random if not _cuts(chunks[row], vocabulary)]
-    if whole:
+    kernels = _kernels(logits) if whole else None
+    if kernels is not None:
+        # Makes noise only for tokens that could win with it, of which there are few.
+        part = [chunks[row] for row in whole]
+        keys = noise.keys([_place(chunk) for chunk in part], device).tolist()
+        for row, chunk, (key, other) in zip(whole, part, keys, strict=True):
+            sampling = chunk.sampling
+            least = math.log(sampling.min_p) if sampling.min_p else -math.inf
+            start = logits.data_ptr() + row * vocabulary * 4
+            tokens[row] = kernels.draw(
+                start, vocabulary, float(best[row]), sampling.temperature, least, key, other
+            )
+    elif whole:
         every = torch.arange(vocabulary, dtype=torch.int32, device=device)
         # A few rows at a time on a CPU: noise for all of them would not stay in its cache.
         count = max(1, _CACHED // vocabulary) if device.type == "cpu" else len(whole)
@@ -197,14 +216,18 @@ def _cuts(chunk: Chunk, vocabulary: int) -> bool:
     return 0 < chunk.sampling.top_k < vocabulary or chunk.sampling.top_p < 1.0
 
 
+def _place(chunk: Chunk) -> tuple[int, int]:
+    """Seed, and the position of the token that is drawn: the same wherever the sequence runs."""
+    return chunk.sampling.seed, chunk.start + len(chunk.tokens)
+
+
 def _winner(scaled: Tensor, candidates: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     """Column of the largest logit plus noise in each row; `scaled` has its maximum at 0."""
     if any(chunk.sampling.min_p for chunk in chunks):
         least = torch.tensor([chunk.sampling.min_p for chunk in chunks], device=scaled.device)
         least = least.log().unsqueeze(1)
         scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    # The position of the token that is drawn: the same wherever the sequence runs.
-    draws = [(chunk.sampling.seed, chunk.start + len(chunk.tokens)) for chunk in chunks]
+    draws = [_place(chunk) for chunk in chunks]
     return (noise.gumbel(noise.keys(draws, scaled.device), candidates) + scaled).argmax(dim=-1)
 
 

@@ -25,6 +25,7 @@
 typedef uint16_t bf16;
 typedef float f16v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u16v __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t i16v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t h16v __attribute__((vector_size(32), aligned(2), may_alias));
 
 /* Mirrors `Step` of library.py: the same fields in the same order. */

@@ -93,6 +93,60 @@ EXPORT void highest(const float *x, int64_t n, int64_t width, float *most, int64
     }
 }
 
+/* log of positive normal numbers, by Cephes' polynomial: 2 ulp. */
+INLINE f16v fast_log(f16v x) {
+    u16v bits = (u16v)x - 0x3f3504f3; /* from the root of 1/2 on, so that what is left is near 1 */
+    f16v n = __builtin_convertvector((i16v)bits >> 23, f16v);
+    f16v r = (f16v)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, square = r * r;
+    f16v p = r * 7.0376836292e-2f - 1.1514610310e-1f;
+    p = p * r + 1.1676998740e-1f;
+    p = p * r - 1.2420140846e-1f;
+    p = p * r + 1.4249322787e-1f;
+    p = p * r - 1.6668057665e-1f;
+    p = p * r + 2.0000714765e-1f;
+    p = p * r - 2.4999993993e-1f;
+    p = p * r + 3.3333331174e-1f;
+    return n * 0.693359375f + (r - 0.5f * square + (p * r * square - n * 2.12194440e-4f));
+}
+
+INLINE u16v mix_bits(u16v bits) {
+    bits = (bits ^ (bits >> 16)) * 0x21F0AAADu;
+    bits = (bits ^ (bits >> 15)) * 0xD35A2D97u;
+    return bits ^ (bits >> 15);
+}
+
+/* Column of the largest (x - best) / heat plus the noise of engine/noise.py, among those not below `least`.
+   Most columns lie so far down that no noise could lift them: for those none is made. */
+EXPORT int64_t draw(const float *x, int64_t width, float best, float heat, float least, int32_t key, int32_t other) {
+    const float most_noise = 16.64f; /* -log(-log(1 - 2^-24)) */
+    float top = -INFINITY;
+    int64_t winner = 0;
+    u16v count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t j = 0; j < width; j += 16) {
+        f16v value;
+        if (j + 16 <= width)
+            value = load16_f32(x + j);
+        else
+            for (int k = 0; k < 16; k++) value[k] = j + k < width ? x[j + k] : -INFINITY;
+        value = (value - best) / heat;
+        float near = (top - most_noise) > least ? top - most_noise : least;
+        i16v maybe = value >= near;
+#if AVX512
+        if (!_mm512_movepi32_mask((__m512i)maybe)) continue;
+#else
+        int some = 0;
+        for (int k = 0; k < 16; k++) some |= maybe[k];
+        if (!some) continue;
+#endif
+        u16v bits = mix_bits(((uint32_t)j + count) * 0x9E3779B1u + (uint32_t)key) ^ (uint32_t)other;
+        f16v uniform = __builtin_convertvector((i16v)(mix_bits(bits) >> 9), f16v) + 0.5f;
+        value -= fast_log(-fast_log(uniform * 0x1p-23f));
+        for (int k = 0; k < 16; k++)
+            if (maybe[k] && value[k] > top) top = value[k], winner = j + k;
+    }
+    return winner;
+}
+
 /* Whether the kernels for AMX are in and the system lets this process use it. */
 EXPORT int32_t has_amx(void) {
 #if AMX

@@ -121,6 +121,8 @@ def _declare(library: ctypes.CDLL) -> Native:
             function.argtypes, function.restype = arguments, c_int32 if name in _FAIL else None
     library.highest.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
     library.highest.restype = None
+    library.draw.argtypes = (c_void_p, c_int64, c_float, c_float, c_float, c_int32, c_int32)
+    library.draw.restype = c_int64
     library.has_amx.argtypes, library.has_amx.restype = (), c_int32
     amx = bool(library.has_amx())
     for name, arguments in _TILE_SIGNATURES.items() if amx else ():

@@ -250,3 +250,20 @@ def test_noise_has_the_gumbel_distribution() -> None:
         expected = torch.exp(-torch.exp(-values))
         ranks = torch.arange(1, len(values) + 1, dtype=torch.float64) / len(values)
         assert float((ranks - expected).abs().max()) * math.sqrt(len(values)) < 1.95  # p about 0.001
+
+
+def test_a_draw_is_the_largest_logit_plus_its_noise_in_rows_of_any_width() -> None:
+    """Whatever is left out because it could not win, or is computed elsewhere than in torch."""
+    generator = torch.Generator().manual_seed(3)
+    for width in (1, 15, 16, 1003, 20000):
+        logits = torch.randn(24, width, generator=generator) * 4
+        chunks = [
+            Chunk(0, (1,), 5 + row, (0,), True, Sampling(max_tokens=1, temperature=heat, seed=row - 9))
+            for row, heat in enumerate([0.2, 0.7, 1.0, 2.0] * 6)
+        ]
+        keys = noise.keys([(chunk.sampling.seed, chunk.start + 1) for chunk in chunks], logits.device)
+        heat = torch.tensor([chunk.sampling.temperature for chunk in chunks]).unsqueeze(1)
+        wanted = logits / heat + noise.gumbel(keys, torch.arange(width, dtype=torch.int32))
+        drawn, _ = sampler.draw(logits.clone(), chunks)
+        picked = wanted.gather(1, torch.tensor(drawn).unsqueeze(1))
+        torch.testing.assert_close(picked, wanted.max(dim=1, keepdim=True).values, atol=1e-4, rtol=0)
