@@ -26,6 +26,7 @@ from fleet.request import Sampling
 
 VARIANTS = ["smollm", "llama2", "llama3", "llama-biases", "mistral", "qwen2"]
 VOCABULARY = 160
+GREEDY = Sampling(max_tokens=1 << 20, temperature=0)
 SEEN = Sampling(max_tokens=1 << 20, temperature=0, logprobs=VOCABULARY)
 
 
@@ -310,3 +311,38 @@ def test_demo_model_alone_and_from_a_cached_prefix(
         assert driver.run([alone], NEW) == [answer]
         cached = driver.add(tokens, NEW, after=alone, shared=(len(tokens) - 1) // 16 * 16)
         assert driver.run([cached], NEW) == [answer]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_demo_model_in_bfloat16_chooses_what_the_reference_is_sure_of(
+    weights: str,
+    demo_folder: Path,
+    demo_prompts: list[list[int]],
+    expected: list[list[int]],
+    drive: Any,
+) -> None:
+    """Told the reference's tokens, it draws the same next one wherever the reference prefers it clearly: by
+    0.3 in bfloat16, by 1.0 with int8 weights; and its logits are near."""
+    model = load(demo_folder)
+    settings = EngineSettings(dtype="bfloat16", device="cpu", kv_memory_bytes=1 << 27, weights=weights)
+    driver = drive(build_runner(demo_folder, settings))
+    sure = 0.3 if weights == "auto" else 1.0
+    seen = replace(GREEDY, logprobs=5)
+    compared, difference = 0, []
+    for tokens, answer in list(zip(demo_prompts, expected, strict=True))[::4]:
+        sequence = driver.add(tokens, NEW, seen)
+        reference = reference_logprobs(model, tokens + answer)[len(tokens) - 1 : -1]
+        top = reference.topk(2, dim=-1).values
+        margins = (top[:, 0] - top[:, 1]).tolist()
+        for place, (token, margin) in enumerate(zip(answer, margins, strict=True)):
+            driver.step([sequence])
+            if margin > sure:
+                compared += 1
+                assert sequence.drawn[-1] == token, (place, margin)
+            difference += [
+                abs(value - float(reference[place, other])) for other, value in sequence.logprobs[-1].top
+            ]
+            sequence.drawn[-1] = token
+    assert compared > 50
+    assert sum(difference) / len(difference) < (0.05 if weights == "auto" else 0.2)
