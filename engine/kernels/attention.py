@@ -302,7 +302,8 @@ def chunk_attention(
     kv_heads, block_size = view.shape[2], view.shape[3]
     _check(queries, view, heads, kv_heads)
     group = heads // kv_heads
-    shape = shape or tuned("chunk", queries.device, dim=dim, group=group)
+    kernel = "chunk_float32" if queries.dtype == torch.float32 else "chunk"
+    shape = shape or tuned(kernel, queries.device, dim=dim, group=group)
     lines = max(shape["rows"], triton.next_power_of_2(group))
     tokens = lines // group
     out = torch.empty(rows, heads, dim, dtype=queries.dtype, device=queries.device) if out is None else out

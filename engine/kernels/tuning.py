@@ -22,14 +22,17 @@ FOLDER = Path(__file__).parent / "tuned"
 DEFAULTS: dict[str, dict[str, int]] = {
     "decode": {"tile": 64, "warps": 4, "stages": 5},
     "chunk": {"rows": 128, "tile": 64, "warps": 8, "stages": 5},
+    "chunk_float32": {"rows": 16, "tile": 16, "warps": 4, "stages": 2},
 }
 """For devices without a file, and heads of 128: sized for Hopper's registers and shared memory by what
 `benchmarks.gpu.offline` tells (nothing spills, two tiles of keys and values are on their way). Of five stages
-two go to tiles, as keys are found through a table that has to be read before."""
+two go to tiles, as keys are found through a table that has to be read before. Float32 is multiplied without
+tensor cores, from registers, of which large tiles want far more than there are."""
 
 _INTERPRETER: dict[str, dict[str, int]] = {
     "decode": {"tile": 16, "warps": 1, "stages": 1},
     "chunk": {"rows": 16, "tile": 16, "warps": 1, "stages": 1},
+    "chunk_float32": {"rows": 16, "tile": 16, "warps": 1, "stages": 1},
 }
 """Small tiles, so that small shapes have several of them."""
 
@@ -56,7 +59,7 @@ def choose(table: dict[str, dict[str, int]], kernel: str, dim: int, group: int) 
     default = DEFAULTS[kernel]
     # The same bytes a tile, whatever the width of heads.
     if dim > 128:
-        return {**default, "tile": default["tile"] // 2}
+        return {**default, "tile": max(16, default["tile"] // 2)}
     return {**default, "tile": default["tile"] * 2} if dim <= 64 else default
 
 
