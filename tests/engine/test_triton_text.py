@@ -15,7 +15,9 @@ from engine.torch_runner import TorchRunner
 def test_text_is_that_of_plain_torch(small_runner: Callable[..., TorchRunner], drive: Any) -> None:
     texts = []
     for backend in ("triton", "gather"):
-        runner = small_runner("llama3", attention=backend, block_size=8, kv_memory_bytes=1 << 18)
+        runner = small_runner(
+            "llama3", attention=backend, block_size=8, kv_memory_bytes=1 << 18, device="auto"
+        )
         assert isinstance(runner._attention, TritonAttention) == (backend == "triton")
         driver = drive(runner)
         sequences = [driver.add(range(3, 3 + length), 6) for length in (1, 9, 20)]
@@ -27,8 +29,10 @@ def test_text_of_padded_steps_is_that_of_eager_ones(
     small_runner: Callable[..., TorchRunner], drive: Any
 ) -> None:
     """On a CPU nothing is captured, but buffers, padding and the choice of size are those of a GPU."""
-    runner = small_runner("llama3", attention="triton", block_size=8, kv_memory_bytes=1 << 18)
-    eager = drive(small_runner("llama3", attention="gather", block_size=8, kv_memory_bytes=1 << 18))
+    runner = small_runner("llama3", attention="triton", block_size=8, kv_memory_bytes=1 << 18, device="auto")
+    eager = drive(
+        small_runner("llama3", attention="gather", block_size=8, kv_memory_bytes=1 << 18, device="auto")
+    )
     attention = runner._attention
     assert isinstance(attention, TritonAttention)
     ran: list[int] = []
