@@ -143,11 +143,13 @@ class KubernetesApi:
         body: Object | None = None,
         content: str = JSON,
     ) -> Object:
+        from aiohttp import ClientError
+
         response = await self._send(method, path, query, body, content, ASK_S)
         try:
             async with asyncio.timeout(ASK_S):
                 text = await response.read()
-        except (TimeoutError, OSError) as error:
+        except (ClientError, TimeoutError, OSError) as error:
             raise Unavailable(f"{self._host} broke off: {error!r}") from None
         finally:
             response.release()
@@ -159,6 +161,8 @@ class KubernetesApi:
         return found
 
     async def follow(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Object]:
+        from aiohttp import ClientError
+
         asked = {**query, "watch": "true", "timeoutSeconds": str(WATCH_S)}
         response = await self._send("GET", path, asked, None, JSON, WATCH_S + ASK_S)
         try:
@@ -174,7 +178,7 @@ class KubernetesApi:
                         str(status.get("message", "")),
                     )  # fmt: skip
                 yield event
-        except (TimeoutError, OSError, ValueError) as error:
+        except (ClientError, TimeoutError, OSError, ValueError) as error:
             raise Unavailable(f"a watch at {self._host} broke off: {error!r}") from None
         finally:
             response.close()

@@ -7,6 +7,7 @@ by `Behaviour`, or by another kubelet (`kubelet.py` runs its command).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import json
@@ -16,7 +17,8 @@ from typing import Protocol
 
 from cluster_store import Kind, Store
 
-from fleet.cluster import Object
+from fleet.cluster import ClusterError, Object
+from fleet.errors import Unavailable
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
@@ -86,9 +88,14 @@ def _container(restarts: int, waiting: Object | None) -> Object:
 async def asked_to_go(store: Store, namespace: str, name: str) -> None:
     """Returns too when it is gone."""
     path = f"/api/v1/namespaces/{namespace}/pods"
-    async for event in store.watch(path, {"fieldSelector": f"metadata.name={name}", "timeoutSeconds": "1e9"}):
-        if event["type"] == "DELETED" or "deletionTimestamp" in event["object"]["metadata"]:
+    while (pod := store.one("pods", name, namespace)) is not None:
+        query = {"fieldSelector": f"metadata.name={name}", "resourceVersion": str(store.version)}
+        if "deletionTimestamp" in pod["metadata"]:
             return
+        with contextlib.suppress(Unavailable, ClusterError):
+            async for event in store.watch(path, query):
+                if event["type"] == "DELETED" or "deletionTimestamp" in event["object"]["metadata"]:
+                    return
 
 
 def tell(store: Store, namespace: str, name: str, **status: object) -> None:

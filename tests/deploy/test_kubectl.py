@@ -113,6 +113,21 @@ def test_apply_get_scale_wait_and_delete(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def test_watches_that_break_in_the_middle_are_opened_again(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with cluster(tmp_path) as front:
+            await kubectl(front, "apply", "--validate=false", "-f", "-", text=fleet())
+            await settled(front)
+            for count in (3, 1):
+                front.store.break_watches()
+                await kubectl(front, "scale", "fpool/demo-decode", f"--replicas={count}")
+                await asyncio.wait_for(_until(front, lambda count=count: _counts(front) == (1, count)), 60)  # type: ignore[misc]
+                front.store.compact()
+            await settled(front)
+
+    asyncio.run(go())
+
+
 def test_applying_again_keeps_counts_that_the_file_does_not_name(tmp_path: Path) -> None:
     async def go() -> None:
         async with cluster(tmp_path) as front:
