@@ -123,6 +123,11 @@ def _weigh(
     for role in ROLES:
         enough, why = _enough(role, seen, state, now)
         spare[role] = max(0, wanted[role] - _most(state.pools[role].needs, now - settings.turn_settle_s))
+        if role == "prefill" and state.load.waits_for_decode(seen, state.capacity):
+            # The others wait for who has nothing to do: the last few prompts say how many of them that is.
+            fast = state.load.needs(seen, state.capacity, 0.0, times=settings.headroom, at_once=True)
+            if isinstance(fast, Needs):
+                spare[role] = max(spare[role], wanted[role] - max(least[role], fast.prefill))
         if goal[role] == wanted[role] and enough < wanted[role]:
             step = max(1, math.ceil(settings.most_step * wanted[role] / 2))
             goal[role] = max(enough, wanted[role] - step)

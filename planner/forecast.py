@@ -129,16 +129,17 @@ _MEAN_OF = 25.0
 
 
 class Mean:
-    """A mean over what came of late: of `tau_s` seconds, weighted by counts."""
+    """A mean over what came of late: of `tau_s` seconds or the `least` last ones, weighted by counts."""
 
-    def __init__(self, tau_s: float) -> None:
+    def __init__(self, tau_s: float, least: float = _MEAN_OF) -> None:
         self._tau_s = tau_s
+        self._least = least
         self._sum = self._count = 0.0
 
     def add(self, total: float, count: float, seconds: float) -> None:
         if count > 0:
             # Where little comes little is forgotten.
-            keep = max(math.exp(-seconds / self._tau_s), math.exp(-count / _MEAN_OF))
+            keep = max(math.exp(-seconds / self._tau_s), math.exp(-count / self._least))
             self._sum = self._sum * keep + total
             self._count = self._count * keep + count
 

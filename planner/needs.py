@@ -12,6 +12,7 @@ from planner.words import Observation, PlannerSettings, WorkerSeen
 
 _MIX_S = 30.0
 """Over which lengths and shares are means."""
+_NOW_S = 8.0
 _FEW = 8.0
 """Requests whose lengths make a mean that is relied on."""
 _ASKED_SHARE = 0.05
@@ -54,6 +55,7 @@ class Load:
         self._settings = settings
         self.arrivals = Forecast(settings.season_s)
         self._prompt, self._square, self._answer, self._cached = (Mean(_MIX_S) for _ in range(4))
+        self._prompt_now = Mean(_NOW_S, _FEW)
         self._classes: dict[str, tuple[Mean, float | None, float | None]] = {}
         self._progress: float | None = None
         """Answers in progress, as of late."""
@@ -70,6 +72,7 @@ class Load:
         self._step_s = sum(slow) / len(slow) if slow else None
         self.arrivals.add(asked.arrived, asked.seconds, now)
         self._prompt.add(asked.prompt_tokens, asked.arrived, asked.seconds)
+        self._prompt_now.add(asked.prompt_tokens, asked.arrived, asked.seconds)
         self._square.add(asked.prompt_squares, asked.arrived, asked.seconds)
         self._cached.add(asked.cached_tokens, asked.ended_tokens, asked.seconds)
         self._answer.add(asked.output_tokens, asked.ended, asked.seconds)
@@ -108,17 +111,18 @@ class Load:
         times: float = 1.0,
         pressure: tuple[float, float] = (1.0, 1.0),
         queues: bool = True,
+        at_once: bool = False,
     ) -> Needs | str:
         """For `times` what is expected in `ahead_s`; `pressure`: how many times more each pool is found to
-        need than the model says. Without `queues`: what has piled up is not regarded. A text: why that is
-        not known."""
+        need than the model says. Without `queues`: what has piled up is not regarded. `at_once`: by the last
+        few prompts. A text: why that is not known."""
         settings = self._settings
         level = self.arrivals.level
         if level is None:
             return "nothing was told of demand yet"
         rate = times * ((self.arrivals.at(ahead_s) or level) if settings.forecast else level)
         ttft_s, tpot_s = self.objectives()
-        prompt, answer = self._prompt.value, self._answer.value
+        prompt, answer = (self._prompt_now if at_once else self._prompt).value, self._answer.value
         if prompt is None or self._prompt.count < _FEW / 2:
             return "too few requests came to know how long their prompts are"
         speed = capacity.prefill_tokens_s

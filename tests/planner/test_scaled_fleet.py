@@ -54,7 +54,7 @@ def later(conversations: Iterator[Conversation], seconds: float) -> Iterator[Con
 
 
 def test_a_ramp_up_and_down_is_followed_and_no_request_is_lost() -> None:
-    workload = asked([(0.0, 0.5), (40.0, 0.5), (140.0, 2.5), (200.0, 2.5), (220.0, 0.3)], 420.0)
+    workload = asked([(0.0, 0.5), (40.0, 0.5), (120.0, 2.5), (160.0, 2.5), (170.0, 0.3)], 330.0)
     played = simulate(SETUP, workload)
     assert {one.outcome.end for one in played.asked if one.outcome} == {End.FINISHED}
     said = report(SETUP, played)
@@ -64,7 +64,7 @@ def test_a_ramp_up_and_down_is_followed_and_no_request_is_lost() -> None:
     assert most >= 5
     assert sum(scaled["counts"][-1][1:3]) < most
     # Whoever was started or stopped was counted all the time that it was there.
-    assert 3 * 420 / 3600 < scaled["worker_hours"] < most * 460 / 3600
+    assert 3 * 330 / 3600 < scaled["worker_hours"] < most * 370 / 3600
 
 
 def test_from_long_prompts_to_long_answers_workers_change_their_role() -> None:
