@@ -1,8 +1,8 @@
 """Wanted counts as an InferenceFleet of Kubernetes keeps them. Implements `planner.words.Actuator`.
 
 There is no change of role in place there: a pod belongs to the set of its role, so `turns` come about as one
-worker less and one more. The fence is not compared: a plan is applied to the spec that it was made from, or not
-at all, so that of two leaders the later one to read writes.
+worker less and one more. The fence is not compared: a plan is applied to the spec that it was made from, or
+not at all, so that of two leaders the later one to read writes.
 """
 
 from __future__ import annotations
