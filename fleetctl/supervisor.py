@@ -28,7 +28,7 @@ from fleet.errors import BadRequest, FleetError, Unavailable
 from fleet.events import LoadReport
 from fleet.ids import new_worker_id
 from fleet.member import MemberState, WorkerCard, desired_key, workers_prefix
-from fleet.registry import Registry, View
+from fleet.registry import Condition, Registry, View
 from fleet.targets import Desired, Mode, decision_key, format_desired, parse_decision, parse_desired
 from fleet.wire import Wire
 from fleetctl import child as exec_shim
@@ -475,8 +475,13 @@ class Supervisor:
             if data not in self._desired_own:
                 self._desired_own.append(data)
             with contextlib.suppress(Unavailable):
-                await registry.put(key, data)
-                self._desired_moved = self._desired_moved and data != format_desired(self.desired)
+                entry = await registry.entry(key)
+                if entry is not None and entry.value not in (self._desired_read, *self._desired_own):
+                    self._desired_moved = False  # An operator or the planner was sooner: about to be read.
+                    return
+                condition = Condition(key, modified=0 if entry is None else entry.modified)
+                if await registry.put_if([condition], {key: data}) is not None:
+                    self._desired_moved = self._desired_moved and data != format_desired(self.desired)
 
     async def _look_at(self, child: Child, wire: Wire) -> None:
         load: int | None = None
