@@ -11,9 +11,10 @@ import msgspec
 from fastapi import FastAPI, Query, Request
 from starlette.responses import StreamingResponse
 
-from fleet.errors import NotFound, Overloaded
+from fleet.errors import NotFound
 from fleet.ids import RequestId
 from router.openai.callers import CALLER, Caller
+from router.openai.event_streams import Seats
 from router.record import HandoffRecord, Records, Transition
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ class Explained:
         self._requests: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
         """Those of an HTTP request, by the id in its header."""
         self.shown: dict[RequestId, str] = {}
-        self.followers = 0
 
     def began(self, shown: str, requests: tuple[RequestId, ...]) -> None:
         """An HTTP request with this id in its header sets these going."""
@@ -57,11 +57,16 @@ class Explained:
 
     def find(self, id: str, caller: Caller) -> list[HandoffRecord]:
         """Raises `NotFound`; of a request of another tenant too, which is nobody's business."""
+        bare = id
         for prefix in _PREFIXES:
-            id = id.removeprefix(prefix)
-        ids = self._requests.get(id, (RequestId(id),))
-        found = [record for one in ids if (record := self.records.get(one)) and caller.sees(record.tenant)]
-        if not found:
+            bare = bare.removeprefix(prefix)
+        # As it stands first: a client may have chosen one that looks like an answer's.
+        for name in (id, bare):
+            ids = self._requests.get(name, (RequestId(name),))
+            found = [one for key in ids if (one := self.records.get(key)) and caller.sees(one.tenant)]
+            if found:
+                break
+        else:
             shown = id if len(id) <= 100 else id[:100] + "…"
             raise NotFound(
                 f"this router knows no request {shown!r}: it remembers the last {self.records.limit} "
@@ -128,7 +133,6 @@ class Explained:
                 waiting.append(self.news(record, None))
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        self.followers += 1
         self.records.followers.append(take)
         try:
             while True:
@@ -150,7 +154,6 @@ class Explained:
                     yield b": ping\n\n"  # Written, so that a reader who has gone is noticed.
         finally:
             self.records.followers.remove(take)
-            self.followers -= 1
 
 
 def _event(said: dict[str, Any]) -> bytes:
@@ -164,7 +167,12 @@ _Seconds = Annotated[float, Query(ge=0, le=86_400, description="How long.")]
 
 
 def add_routes(app: FastAPI, ingress: Ingress) -> None:
-    explained = ingress.explained
+    explained, most = ingress.explained, ingress.settings.max_followers
+    full = (
+        f"{most} streams of news are read here already, or {max(1, most // 2)} by keys that are no admin's "
+        "(setting http.max_followers)"
+    )
+    seats = Seats(most, full, most_of_others=max(1, most // 2))
 
     def asking(request: Request) -> Caller:
         caller: Caller = request.scope[CALLER]
@@ -191,19 +199,11 @@ def add_routes(app: FastAPI, ingress: Ingress) -> None:
     def stream(
         caller: Caller, wanted: Callable[[HandoffRecord], bool], of: list[HandoffRecord], seconds: float
     ) -> StreamingResponse:
-        most = ingress.settings.max_followers
-        if explained.followers >= most:
-            raise Overloaded(
-                f"{most} streams of news are read here already (setting http.max_followers)",
-                retry_after_s=5.0,
-            )
-
         def seen(record: HandoffRecord) -> bool:
             return caller.sees(record.tenant) and wanted(record)
 
         events = explained.follow(seen, of, lambda: ingress.draining, seconds)
-        return StreamingResponse(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-                                 media_type="text/event-stream")  # fmt: skip
+        return seats.stream(events, caller.admin)
 
     @app.get("/fleet/requests/{id}/events")
     async def events_of(request: Request, id: str, seconds: _Seconds = 600.0) -> StreamingResponse:

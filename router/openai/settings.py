@@ -99,7 +99,8 @@ class HttpSettings:
     max_logprobs: int = 20
     """Most likely tokens shown at each position."""
     max_followers: int = 16
-    """Streams of news of requests, for `fleetctl trace` and the like, that are read at the same time."""
+    """Streams of news of requests, for `fleetctl trace` and the like, that are read at the same time; by keys
+    that are no admin's half as many, together."""
     ping_s: float = 15.0
     """Seconds without a frame after which a stream gets a comment, so that nothing on its way gives it up.
     Before the first token this commits to status 200; 0: never."""

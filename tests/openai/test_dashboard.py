@@ -120,6 +120,25 @@ def test_lookers_on_are_bounded_and_leave_when_the_router_does() -> None:
     play(body)
 
 
+def test_lookers_on_who_come_at_once_are_bounded_too() -> None:
+    async def body(site: Site) -> None:
+        over, statuses = asyncio.Event(), list[int]()
+
+        async def look() -> None:
+            async with site.client.stream("GET", "/fleet/live/events") as stream:
+                statuses.append(stream.status_code)
+                await over.wait()
+
+        looking = [asyncio.create_task(look()) for _ in range(2 * MAX_VIEWERS)]
+        while len(statuses) < len(looking):
+            await asyncio.sleep(0.005)
+        over.set()
+        await asyncio.gather(*looking)
+        assert sorted(statuses) == [200] * MAX_VIEWERS + [429] * MAX_VIEWERS
+
+    play(body)
+
+
 async def first_status(site: Site) -> int:
     async with site.client.stream("GET", "/fleet/live/events") as stream:
         return stream.status_code

@@ -226,7 +226,7 @@ def test_all_new_requests_are_followed_those_of_a_class_alone_and_only_so_many_f
             asyncio.create_task(follow("zeta", ZETA)),
             *(asyncio.create_task(follow(f"more {n}", ADMIN)) for n in range(most - 2)),
         ]
-        while site.ingress.explained.followers < most:
+        while len(site.box.router.flow.records.followers) < most:
             await asyncio.sleep(0.005)
         refused = await site.get("/fleet/events", ADMIN)
         assert refused.status_code == 429
@@ -238,10 +238,51 @@ def test_all_new_requests_are_followed_those_of_a_class_alone_and_only_so_many_f
         assert {event["id"] for event in seen["batch"]} == {acme}
         assert {event["id"] for event in seen["zeta"]} == {zeta}
         assert {event["id"] for event in seen["more 0"]} == {acme, zeta}
-        assert site.ingress.explained.followers == 0
         assert not site.box.router.flow.records.followers
 
     play(tokenizer_json, body, KEYS)
+
+
+def test_many_who_want_to_follow_at_once_get_no_more_seats_and_leave_some_to_operators(
+    tokenizer_json: str,
+) -> None:
+    async def body(site: Site) -> None:
+        most = HttpSettings().max_followers
+
+        async def status(key: str) -> int:
+            async with site.client.stream("GET", "/fleet/events", headers=site.bearer(key)) as response:
+                statuses.append(response.status_code)
+                while response.status_code == 200 and not over.is_set():
+                    await over.wait()
+                return response.status_code
+
+        over, statuses = asyncio.Event(), list[int]()
+        asked = []
+        for key, allowed in ((ACME, most // 2), (ADMIN, most // 2)):
+            already = len(statuses)
+            asked += [asyncio.create_task(status(key)) for _ in range(2 * most)]
+            while len(statuses) < already + 2 * most:
+                await asyncio.sleep(0.005)
+            assert sorted(statuses[already:]) == [200] * allowed + [429] * (2 * most - allowed)
+        over.set()
+        await asyncio.gather(*asked)
+        # All seats are free again once the router has noticed.
+        while (await site.get("/fleet/events", ACME, seconds=0)).status_code != 200:
+            await asyncio.sleep(0.005)
+
+    play(tokenizer_json, body, KEYS)
+
+
+def test_an_id_that_looks_like_an_answers_is_found_as_the_client_chose_it(tokenizer_json: str) -> None:
+    async def body(site: Site) -> None:
+        headers = {"x-request-id": "chatcmpl-mine"}
+        body = {"model": MODEL, "prompt": "the fox", "max_tokens": 2}
+        answer = await site.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.headers["x-request-id"] == "chatcmpl-mine"
+        (record,) = await site.explained("chatcmpl-mine")
+        assert [record] == await site.explained(answer.json()["id"])
+
+    play(tokenizer_json, body)
 
 
 def test_a_follower_who_reads_too_slowly_is_told_how_much_it_missed() -> None:

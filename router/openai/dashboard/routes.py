@@ -17,10 +17,11 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
-from fleet.errors import NotFound, Overloaded, Unauthorized
+from fleet.errors import NotFound, Unauthorized
 from fleet.ids import RequestId
 from router.live import Live, Snapshot, changes
 from router.openai.callers import CALLER, Caller
+from router.openai.event_streams import Seats
 
 if TYPE_CHECKING:
     from router.openai.asgi import Ingress
@@ -36,7 +37,6 @@ class Shown:
     """The newest snapshot, as bytes: made by whoever looks first, written once for all."""
 
     def __init__(self) -> None:
-        self.viewers = 0
         self.made = 0
         """Snapshots so far: the number of the newest."""
         self.next_at = 0.0
@@ -66,16 +66,12 @@ class Shown:
         """First all, then what changes; all again for one who reads too slowly for that."""
         clock = asyncio.get_running_loop().time
         seen = 0
-        self.viewers += 1
-        try:
-            while not over():
-                number = self.look(live, shown, clock())
-                if number != seen:
-                    yield self._change if seen and number == seen + 1 else self.whole
-                    seen = number
-                await asyncio.sleep(max(0.01, self.next_at - clock()))
-        finally:
-            self.viewers -= 1
+        while not over():
+            number = self.look(live, shown, clock())
+            if number != seen:
+                yield self._change if seen and number == seen + 1 else self.whole
+                seen = number
+            await asyncio.sleep(max(0.01, self.next_at - clock()))
 
 
 def _event(name: str, said: Any) -> bytes:
@@ -110,6 +106,7 @@ def _sources(page: str, tag: str) -> str:
 
 def add_routes(app: FastAPI, ingress: Ingress) -> None:
     shown, (page, headers) = Shown(), read_page()
+    seats = Seats(MAX_VIEWERS, f"{MAX_VIEWERS} look on here already")
 
     def asked(request: Request) -> Live:
         """Raises what forbids it to this caller."""
@@ -136,8 +133,4 @@ def add_routes(app: FastAPI, ingress: Ingress) -> None:
     async def events(request: Request) -> StreamingResponse:
         """`whole`, a snapshot, and about once a second `change`, what is new in it; for admins."""
         made = asked(request)
-        if shown.viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} look on here already", retry_after_s=5.0)
-        news = shown.follow(made, ingress.explained.shown, lambda: ingress.draining)
-        return StreamingResponse(news, headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-                                 media_type="text/event-stream")  # fmt: skip
+        return seats.stream(shown.follow(made, ingress.explained.shown, lambda: ingress.draining))
