@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from engine.attention.choose import capture_decodes, choose_attention
 from engine.kv_pool import KvPool
 from engine.latency_runner import LatencyModel, LatencyRunner
-from engine.models.llama import Llama, LlamaConfig
+from engine.models.architecture import DecoderConfig
+from engine.models.decoder import Decoder
 from engine.ops import choose_ops
 from engine.profile import ON_CPU, measured, planned
 from engine.runner import Runner
@@ -70,10 +71,10 @@ def plan_pool(folder: Path | str, settings: EngineSettings) -> tuple[KvLayout, i
         layout = LatencyRunner.layout_of(settings.block_size)
         size = settings.kv_memory_bytes or ON_CPU
     else:
-        config = LlamaConfig.read(read_config(Path(folder)))
+        config = DecoderConfig.read(read_config(Path(folder)))
         device = choose_device(settings.device)
         dtype = choose_dtype(settings.dtype, device)
-        layout = KvLayout(config.layers, config.kv_heads, config.head_dim, settings.block_size, dtype)
+        layout = KvLayout(len(config.layers), config.kv_heads, config.head_dim, settings.block_size, dtype)
         size = settings.kv_memory_bytes or ON_CPU
         if device.type != "cpu":
             size = planned(Path(folder), config, layout, settings, device).kv
@@ -120,8 +121,8 @@ def build_runner(
         pool = KvPool(layout, torch.zeros(memory.shape, dtype=torch.uint8, device=device))
     config = read_config(folder)
     with Checkpoint(folder, torch_dtype(layout.dtype), device, progress, settings.weights) as checkpoint:
-        model = Llama(
-            LlamaConfig.read(config),
+        model = Decoder(
+            DecoderConfig.read(config),
             checkpoint,
             choose_ops(torch_dtype(layout.dtype), device, settings.attention),
         )
@@ -138,7 +139,9 @@ def build_runner(
         device=device,
         threads=settings.threads,
         host=host,
-        graphs=capture_decodes(model, attention, layout, settings, model.config.max_tokens),
+        graphs=capture_decodes(model, attention, layout, settings, model.config.max_tokens)
+        if model.capturable
+        else None,
     )
     runner.budget = measured(runner, budget, settings) if device.type == "cuda" else budget
     return runner
@@ -162,13 +165,11 @@ def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout, weights:
     Of the config, what the model is made of counts (as read), so that a comment or a version stamp does not
     part two workers of the same model. `weights`: numbers of int8 weights are another model's.
     """
-    model = LlamaConfig.read(config)
+    model = DecoderConfig.read(config)
     told = f"{model!r}\n{weights_digest(folder)}" + ("" if weights == "auto" else f"\n{weights}")
     digest = hashlib.blake2b(told.encode(), digest_size=16)
     tokenizer = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
-    return Fingerprint.of(
-        layout, model=digest.hexdigest(), tokenizer=tokenizer.hexdigest(), rope=repr(model.rope)
-    )
+    return Fingerprint.of(layout, model=digest.hexdigest(), tokenizer=tokenizer.hexdigest(), rope=model.rope)
 
 
 def choose_device(name: str) -> torch.device:

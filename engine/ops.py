@@ -12,10 +12,15 @@ class Ops(Protocol):
     """One set a device. Rows are contiguous unless said otherwise."""
 
     def rms_norm(
-        self, rows: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        residual: Tensor | None = None,
+        offset: float = 0.0,
     ) -> Tensor:
         """Of `[n, width]` (Zhang and Sennrich, 2019). With `residual`, of the same shape: `rows` is added to
-        it in place first, and the sum is what is normalised."""
+        it in place first, and the sum is what is normalised. `weight + offset` scales."""
         ...
 
     def rotary(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> None:
@@ -36,10 +41,21 @@ class TorchOps:
     """An `Ops` on any device."""
 
     def rms_norm(
-        self, rows: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        residual: Tensor | None = None,
+        offset: float = 0.0,
     ) -> Tensor:
         if residual is not None:
             rows = residual.add_(rows)
+        if offset:
+            # In float32: a narrow type would round a small weight away beside the offset.
+            wide = torch.nn.functional.rms_norm(
+                rows.float(), rows.shape[-1:], weight.float() + offset, epsilon
+            )
+            return wide.to(rows.dtype)
         return torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, epsilon)
 
     def rotary(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> None:

@@ -18,7 +18,7 @@ from engine.attention.protocol import Attention
 from engine.kv_pool import KvPool
 from engine.memory import MemoryBudget
 from engine.mirror import Mirror
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.sparing import OutOfMemory, Sparing
 from engine.step_plan import Ints, plan_step
 from engine.words import Batch, BatchResult, Chunk
@@ -42,7 +42,7 @@ class TorchRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         pool: KvPool,
         attention: Attention[Any],
         fingerprint: Fingerprint,

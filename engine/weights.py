@@ -1,17 +1,20 @@
-"""Loads a model folder's safetensors and checks every tensor."""
+"""Loads a model folder's safetensors, in parallel, and checks every tensor."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.linear import Linear, Linears
@@ -19,6 +22,14 @@ from fleet.errors import BadRequest
 
 Progress = Callable[[str, int, int], None]
 """Called with ("load", tensors done, tensors in all)."""
+
+Made = TypeVar("Made")
+
+_PLAIN = ("F32", "BF16", "F16", "F64")
+"""Types of tensors whose numbers are the weights."""
+
+_READERS = 8
+"""Layers loaded at a time, at most: each holds a matrix or two beside those that are done."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,13 +55,21 @@ def weights_digest(folder: Path) -> str:
     """32 hex digits over every byte of the weights.
 
     All of it, not a sample, so that a revision that touches one tensor is another model. XXH3 runs at
-    memory speed, and loading reads the same bytes anyway, so nothing needs to be cached.
+    memory speed, several files at a time, and loading reads the same bytes anyway, so nothing needs to be
+    cached.
     """
+    files = weight_files(folder)
+    if len(files) == 1:
+        return _digest(files[0])
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1, len(files)), "digest") as pool:
+        return str(xxhash.xxh3_128("".join(pool.map(_digest, files)).encode()).hexdigest())
+
+
+def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            while piece := file.read(1 << 24):
-                digest.update(piece)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            digest.update(piece)
     return str(digest.hexdigest())
 
 
@@ -77,9 +96,13 @@ class Checkpoint:
         for path in weight_files(folder):
             if not path.is_file():
                 raise BadRequest(f"{folder} lacks {path.name}, which its index names")
-            file = self._files.enter_context(safe_open(path, framework="pt"))
+            try:
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise BadRequest(f"{path} is not a readable safetensors file: {error}") from error
             self._where |= dict.fromkeys(file.keys(), file)
         self._left = set(self._where)
+        self._lock = Lock()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -91,33 +114,92 @@ class Checkpoint:
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """A tensor of its own memory, in the model's type, on its device."""
+        return self._into(torch.empty(tuple(shape), dtype=self._dtype, device=self._device), [name])
+
+    def linear(
+        self,
+        names: Sequence[str],
+        outs: Sequence[int],
+        inner: int,
+        bias: bool = False,
+        order: Tensor | None = None,
+    ) -> Linear:
+        """One matrix from several that see the same rows, one under the other: fewer, larger products.
+        `order`: `[sum(outs)]`, which of their outputs goes where."""
+        weight, biases = self.stacked([names], outs, inner)[0], None
+        if bias:
+            biases = torch.empty(sum(outs), dtype=self._dtype, device=self._device)
+            biases = self._into(biases, [f"{name}.bias" for name in names], outs)
+        if order is not None:
+            order = order.to(self._device)
+            weight, biases = weight[order], None if biases is None else biases[order]
+        return self._linears.make(weight, biases)
+
+    def stacked(self, names: Sequence[Sequence[str]], outs: Sequence[int], inner: int) -> Tensor:
+        """Such matrices, one a list of names: `[lists, sum(outs), inner]`."""
+        every = torch.empty(len(names), sum(outs), inner, dtype=self._dtype, device=self._device)
+        for part, each in zip(every, names, strict=True):
+            self._into(part, [f"{name}.weight" for name in each], outs)
+        return every
+
+    def _into(self, out: Tensor, names: Sequence[str], outs: Sequence[int] = ()) -> Tensor:
+        """Reads tensors one under the other into their place: nothing is copied twice."""
+        parts = torch.split(out, list(outs)) if outs else (out,)
+        for name, part in zip(names, parts, strict=True):
+            part.copy_(self._read(name, tuple(part.shape)))
+            with self._lock:
+                self._left.discard(name)
+                if self._progress:
+                    self._progress("load", len(self._where) - len(self._left), len(self._where))
+        return out
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._where:
             raise BadRequest(f"{self._folder} has no tensor {name}")
-        tensor: Tensor = self._where[name].get_tensor(name)
-        if tuple(tensor.shape) != tuple(shape):
+        file = self._where[name]
+        part = file.get_slice(name)
+        if tuple(part.get_shape()) != shape:
             raise BadRequest(
-                f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}; "
-                f"its config says {tuple(shape)}"
+                f"{self._folder}: tensor {name} has shape {tuple(part.get_shape())}; its config says {shape}"
             )
-        self._left.discard(name)
-        if self._progress:
-            self._progress("load", len(self._where) - len(self._left), len(self._where))
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+        if part.get_dtype() not in _PLAIN:
+            raise BadRequest(
+                f"{self._folder}: tensor {name} is {part.get_dtype()}; supported: {', '.join(_PLAIN)}. "
+                "Quantized weights are not"
+            )
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
-    def linear(self, names: Sequence[str], outs: Sequence[int], inner: int, bias: bool = False) -> Linear:
-        """One matrix from several that see the same rows, one under the other: fewer, larger products."""
-        pairs = list(zip(names, outs, strict=True))
-        weight = torch.cat([self.take(f"{name}.weight", (out, inner)) for name, out in pairs])
-        biases = torch.cat([self.take(f"{name}.bias", (out,)) for name, out in pairs]) if bias else None
-        return self._linears.make(weight, biases)
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def each(self, count: int, make: Callable[[int], Made]) -> list[Made]:
+        """`make(0)`, `make(1)`, …, a few at a time in threads of their own, since reading, converting and
+        laying out take one processor each. The error is that of the lowest number that has one."""
+        threads = torch.get_num_threads()
+        workers = min(_READERS, os.cpu_count() or 1, count)
+        with ThreadPoolExecutor(workers, "load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            try:
+                return list(pool.map(make, range(count)))
+            finally:
+                # It is also what threads that are started later begin with.
+                torch.set_num_threads(threads)
 
     def tied(self, weight: Tensor) -> Linear:
         """A matrix that was taken already, as the head that is the embedding."""
         return self._linears.make(weight)
 
-    def ignore(self, *suffixes: str) -> None:
-        """Tensors that some checkpoints carry and that mean nothing."""
-        self._left = {name for name in self._left if not name.endswith(suffixes)}
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def ignore(self, *parts: str) -> None:
+        """Tensors that some checkpoints carry and that mean nothing here, by a part of their names."""
+        self._left = {name for name in self._left if not any(part in name for part in parts)}
 
     def finish(self) -> None:
         if self._left:

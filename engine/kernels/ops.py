@@ -11,9 +11,14 @@ class TritonOps:
     """As `engine.ops.TorchOps`, each in one launch."""
 
     def rms_norm(
-        self, rows: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        residual: Tensor | None = None,
+        offset: float = 0.0,
     ) -> Tensor:
-        return rms_norm(rows, weight, epsilon, residual)
+        return rms_norm(rows, weight, epsilon, residual, offset)
 
     def rotary(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> None:
         rotary(heads, cosine, sine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -18,9 +19,14 @@ class Arena:
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
+        self._lock = Lock()
 
     def take(self, count: int) -> Tensor:
-        """uint8 `[count]`, not cleared; it lives as long as anybody holds it."""
+        """uint8 `[count]`, not cleared; it lives as long as anybody holds it. From any thread."""
+        with self._lock:
+            return self._take(count)
+
+    def _take(self, count: int) -> Tensor:
         size = -(-count // _ALIGN) * _ALIGN
         if len(self._left) < size:
             memory = mmap.mmap(-1, max(_PIECE, size))

@@ -54,7 +54,7 @@ class Step(Structure):
 
 _ATTENTION = (POINTER(Step), c_int32, c_void_p, c_int64, c_void_p, c_float, c_int32, c_float)
 _SIGNATURES = {
-    "rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float),
     "rotary": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64),
     "gated": (c_void_p, c_void_p, c_int64, c_int64, c_int32),
     "write_kv": (POINTER(Step), c_int32, c_void_p, c_int64),

@@ -19,7 +19,12 @@ class NativeOps:
         self._gated = kernels.function("gated", dtype)
 
     def rms_norm(
-        self, rows: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        residual: Tensor | None = None,
+        offset: float = 0.0,
     ) -> Tensor:
         out = torch.empty_like(rows)
         count, width = rows.shape
@@ -31,6 +36,7 @@ class NativeOps:
             count,
             width,
             epsilon,
+            offset,
         )
         return out
 

@@ -1,9 +1,10 @@
 /* Kernels for one type of element: included once for each, with T, NAME and the
    conversions defined. */
 
-/* Root-mean-square norm of rows [n, width]; with a residual, rows are added to it first, in place. */
+/* Root-mean-square norm of rows [n, width], scaled by weight + offset; with a residual, rows are added to it
+   first, in place. */
 EXPORT void NAME(rms_norm)(const T *rows, T *residual, const T *weight, T *out, int64_t n, int64_t width,
-                           float epsilon) {
+                           float epsilon, float offset) {
 #pragma omp parallel for schedule(static) if (n > 15)
     for (int64_t i = 0; i < n; i++) {
         const T *x = rows + i * width;
@@ -22,8 +23,8 @@ EXPORT void NAME(rms_norm)(const T *rows, T *residual, const T *weight, T *out, 
         for (int k = 0; k < 16; k++) squares += parts[k];
         float factor = 1.0f / sqrtf(squares / (float)width + epsilon);
         T *to = out + i * width;
-        for (j = 0; j + 16 <= width; j += 16) STORE16(to + j, LOAD16(x + j) * factor * LOAD16(weight + j));
-        for (; j < width; j++) to[j] = NARROW(WIDE(x[j]) * factor * WIDE(weight[j]));
+        for (j = 0; j + 16 <= width; j += 16) STORE16(to + j, LOAD16(x + j) * factor * (LOAD16(weight + j) + offset));
+        for (; j < width; j++) to[j] = NARROW(WIDE(x[j]) * factor * (WIDE(weight[j]) + offset));
     }
 }
 

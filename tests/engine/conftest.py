@@ -37,19 +37,111 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_PADDED = {"pad_token_id": 0}
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm": ("Llama", {"tie_word_embeddings": True}),
     "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"rope_parameters": _LLAMA3, "num_key_value_heads": 1, "head_dim": 16}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {"sliding_window": 96, "head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 8}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2-late-window": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, **_PADDED}),
+    "smollm3-windows": (
+        "SmolLM3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 10, **_PADDED},
+    ),
+    "phi3": ("Phi3", {"sliding_window": 19, **_PADDED}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.1, 1.7],
+                "long_factor": [2.0, 9.0],
+            },
+            **_PADDED,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 30}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-normalised": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}}),
+    "yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": _YARN}),
+    "yarn-magnitude": (
+        "Llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {**_YARN, "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False},
+        },
+    ),
 }
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a random model: smollm, llama2, llama3, llama-biases, mistral or qwen2."""
+    """The folder of a random model, one of `_VARIANTS`."""
     made: dict[str, Path] = {}
 
     def make(variant: str) -> Path:
@@ -57,7 +149,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             family, changes = _VARIANTS[variant]
             config = getattr(transformers, f"{family}Config")(**{**_SMALL, **changes})
             torch.manual_seed(len(variant))
-            model = getattr(transformers, f"{family}ForCausalLM")(config)
+            model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
                 for name, values in model.named_parameters():
                     # Far from the usual start: a bias of 0 or a norm of 1 would hide that it is not used.

@@ -108,8 +108,18 @@ def test_fingerprint_is_of_the_content_not_the_place(
         ),
         ({"architectures": None}, r"architecture \(none\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rotary scaling 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "scaling 'linear'"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 2.0}}, "rotary scaling 'mrope' is not"),
+        (
+            {"rope_scaling": {"type": "linear"}, "rope_parameters": None},
+            "scaling 'linear' has no number factor",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]}},
+            "wants 4 numbers as short_factor",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized weights \(fp8\) are not supported"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0; it must be at least 1"),
         ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
         ({"hidden_size": None}, "no number hidden_size"),
         ({"intermediate_size": 40}, r"layers.0.mlp.gate_proj.weight has shape \(48, 32\); .* \(40, 32\)"),
@@ -147,9 +157,19 @@ def test_loading_reports_its_progress(folder: Path) -> None:
     assert calls[-1] == ("load", 29, 29)
 
 
-def test_a_sliding_window_bounds_the_sequence(small_model: Callable[[str], Path]) -> None:
-    assert build_runner(small_model("mistral"), SETTINGS).max_tokens == 96
-    assert build_runner(small_model("qwen2"), SETTINGS).max_tokens == 2048
+def test_a_tensor_of_numbers_that_are_not_weights_is_named(folder: Path) -> None:
+    def narrow(weights: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.down_proj.weight"
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+
+    change_weights(folder, narrow)
+    with pytest.raises(
+        BadRequest, match=r"model\.layers\.1\.mlp\.down_proj\.weight is F8_E4M3; supported: F32"
+    ):
+        build_runner(folder, SETTINGS)
+    (folder / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(BadRequest, match=r"model\.safetensors is not a readable safetensors file"):
+        build_runner(folder, SETTINGS)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
