@@ -1,4 +1,4 @@
-"""Noise for drawing tokens, as a function of (seed, position, token) and of nothing else. Pure.
+"""Noise for drawing tokens, as a function of (seed, position, token) and of nothing else.
 
 Counter-based: no state is kept, so a sequence that continues on another worker, in another batch or after
 a preemption meets the same noise. The key is SplitMix64 (Steele, Lea and Flood, 2014) of seed and

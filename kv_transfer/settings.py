@@ -22,10 +22,10 @@ class TransferSettings:
     checksum: bool = True
     """xxh3_64 of each block, sealed at grant and verified by the reader; 13–21 GB/s, so leave it on."""
     bind: str = "127.0.0.1"
-    """Address that ucx listens on; set it to this host's own to serve other hosts. On another one than
-    loopback, UCX's data ports take the interfaces that UCX_NET_DEVICES names (all of them by default)."""
+    """Address that ucx listens on; left at this, that of `control.bind`. On another one than loopback, UCX's
+    data ports take the interfaces that UCX_NET_DEVICES names (all of them by default)."""
     advertise: str = ""
-    """Host written into tickets; empty is `bind`."""
+    """Host written into tickets; empty is `bind`, or `control.advertise` where `bind` is left as it is."""
     folder: str = ""
     """Where shm makes its private 0700 folder; empty is the system's temporary folder."""
     borrow_limit_s: float = 2.0

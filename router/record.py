@@ -109,7 +109,7 @@ class HandoffRecord:
         if self.moved is not None:
             self.moved(self, step)
 
-    def as_dict(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, Any]:
         return {
             "request": self.request,
             "model": self.model,
@@ -118,6 +118,11 @@ class HandoffRecord:
             "tenant": self.tenant,
             "state": self.state.value,
             "seconds": round(self.seconds, 6),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self._head(),
             "stages": {stage.value: round(at, 6) for stage, at in self.stages.items()},
             "admission": self.admission,
             "outcome": self.outcome,
@@ -127,13 +132,7 @@ class HandoffRecord:
     def summary(self) -> dict[str, Any]:
         """One line of a list."""
         return {
-            "request": self.request,
-            "model": self.model,
-            "prompt_tokens": self.prompt_tokens,
-            "class": self.slo_class,
-            "tenant": self.tenant,
-            "state": self.state.value,
-            "seconds": round(self.seconds, 6),
+            **self._head(),
             "ttft_s": None if (at := self.stages.get(Stage.FIRST_TOKEN)) is None else round(at, 6),
             "attained": None if self.outcome is None else self.outcome["attained"],
             "workers": list(dict.fromkeys(step.worker for step in self.transitions if step.worker)),

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from engine.kernels.tuning import INTERPRETED, tuned
 
-_LOG2E = 1.4426950408889634
-
 MAX_SPLITS = 64
 """Parts a context is split into at most: more would cost the second kernel more than they spare the first."""
 

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them, and those that only HTTP knows."""
+"""Errors as the OpenAI API writes them, and those that only HTTP knows. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's tree of spans, from its timeline and the record of its way through the fleet.
+"""A request's tree of spans, from its timeline and the record of its way through the fleet. Pure.
 
 Workers make no spans of their own: they tell the router the stages that they reach, with their tokens, so
 that one clock times the whole and nothing more crosses the wire.
