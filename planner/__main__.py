@@ -21,7 +21,7 @@ from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, load_or_exit
 from fleet.wire.network import NetworkWire
 from planner.cluster import ClusterActuator
-from planner.decisions import DecisionsFile
+from planner.decisions import LEAST_BYTES, DecisionsFile
 from planner.etcd import EtcdActuator
 from planner.record import replay
 from planner.run import Planner
@@ -41,7 +41,16 @@ class PlannerProcessSettings:
     decisions: Path | None = None
     """File to which every decision is added as a line of JSON, with what it was made from."""
     decisions_bytes: int = 64 << 20
-    """Longest such file; then it is kept once under the same name and .1, and begun anew."""
+    """Longest such file; then it is kept once under the same name and .1, and begun anew. At least 65536."""
+
+    def __post_init__(self) -> None:
+        if self.decisions_bytes < LEAST_BYTES:
+            raise ValueError(f"decisions_bytes is {self.decisions_bytes}; at least {LEAST_BYTES} is needed")
+        namespace, slash, name = self.kubernetes.partition("/")
+        if self.kubernetes and not (namespace and slash and name and "/" not in name):
+            raise ValueError(
+                f"kubernetes is {self.kubernetes!r}; NAMESPACE/NAME is needed, as in default/demo"
+            )
 
 
 async def run(life: Life, settings: PlannerProcessSettings) -> None:
@@ -56,6 +65,7 @@ async def run(life: Life, settings: PlannerProcessSettings) -> None:
         wire = NetworkWire(tls=control.tls())
         stack.push_async_callback(wire.close)
         keep: Callable[[bytes], None] = lambda line: None  # noqa: E731
+        file: DecisionsFile | None = None
         if settings.decisions is not None:
             file = DecisionsFile(settings.decisions, settings.decisions_bytes, settings.planner)
             stack.callback(file.close)
@@ -70,6 +80,8 @@ async def run(life: Life, settings: PlannerProcessSettings) -> None:
             lease_ttl_s=control.lease_ttl_s,
             keep=keep,
         )
+        if file is not None:
+            file.state = lambda: planner.state
         planner.actuator = EtcdActuator(control.fleet, registry, wire, planner.observer.least_loaded)
         if settings.kubernetes:
             api = await KubernetesApi.connect()

@@ -1,21 +1,24 @@
 """Decisions as lines of JSON, each with its observation, and whether they come out the same again. Pure.
 
-A line with `settings` begins the life of a planner: what was learnt before is forgotten there.
+A line with `settings` begins the life of a planner: what was learnt before is forgotten there, or is what the
+line's `memory` says. A decision is a line before it is carried out; what came of it is another one after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from planner.decide import State, decide
+from planner.memory import recalled
 from planner.words import Observation, Plan, PlannerSettings
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Either a beginning or a decision."""
+    """A beginning, a decision, or what came of the decision before it."""
 
     at: float = 0.0
     """On the planner's clock, seconds."""
@@ -25,8 +28,12 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     leading: bool = False
     """Whether this planner led; one that stands by decides as well, to know as much."""
     outcome: str = ""
-    """applied, refused (the fence, or somebody else's change), away (nobody could be asked), or empty: there
-    was nothing to change, or it was not this planner's to do."""
+    """Of the decision before: applied, refused (the fence, or somebody else's change) or away (nobody could
+    be asked). No such line: there was nothing to change, it was not its to do, or it ended meanwhile."""
+    memory: Any = None
+    """With `settings`: what had been learnt by then (`planner.memory`); none: nothing."""
+    lost: int = 0
+    """With `settings`: lines before it that could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,10 @@ def replay(lines: Iterable[bytes | str]) -> Iterator[Replayed]:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ValueError(f"line {number} is no decision of a planner: {error}") from None
         if line.settings is not None:
-            state = State(line.settings)
+            try:
+                state = State(line.settings) if line.memory is None else recalled(line.memory)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
         if line.observation is None:
             continue
         if state is None:

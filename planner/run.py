@@ -157,10 +157,10 @@ class Planner:
         plan = self.plan = decide(observation, self.state, now)
         desired = seen.desired
         changes = (plan.prefill, plan.decode) != (desired.prefill, desired.decode)
-        outcome = await self._act(plan, seen, fence, changes) if fence is not None else ""
-        self._keep(
-            encode_line(Line(now, None, observation, plan, leading=fence is not None, outcome=outcome))
-        )
+        # Before it is carried out: whatever happens to this process then, what was decided is known.
+        self._keep(encode_line(Line(now, None, observation, plan, leading=fence is not None)))
+        if fence is not None and (outcome := await self._act(plan, seen, fence, changes)):
+            self._keep(encode_line(Line(now, outcome=outcome)))
 
     async def _act(self, plan: Plan, seen: Targets, fence: Fence, changes: bool) -> str:
         mode, now = seen.desired.mode, self._now()
