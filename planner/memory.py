@@ -8,20 +8,30 @@ made again, whatever stands in a file.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from planner.capacity import Capacity, _Robust
-from planner.decide import State, _Pool
-from planner.forecast import Forecast, Mean
-from planner.needs import Load
+from planner.decide import State
 from planner.words import PlannerSettings
 
-_CLASSES: dict[str, type[Any]] = {
-    one.__name__: one for one in (State, _Pool, Capacity, _Robust, Forecast, Mean, Load, PlannerSettings)
-}
+
+def _classes() -> dict[str, type[Any]]:
+    """All of the modules that `planner.decide` is made of."""
+    found: dict[str, type[Any]] = {}
+    modules = [State.__module__]
+    for module in modules:
+        for one in vars(sys.modules[module]).values():
+            if isinstance(one, type) and one.__module__.startswith("planner."):
+                found[one.__name__] = one
+                if one.__module__ not in modules:
+                    modules.append(one.__module__)
+    return found
+
+
+_CLASSES = _classes()
 
 
 def remembered(state: State) -> object:
