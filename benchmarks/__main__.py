@@ -1,8 +1,9 @@
 """Runs benchmarks by name: `python -m benchmarks [--list] [--quick] [NAME…]`; without a name, all of them.
 
-A benchmark is a module in `micro/`, `load/`, `sim/` or `peers/` with `main(argv)`; it prints one JSON line
-a case (see `report.py`) and takes `--quick` for a short run that proves it works. Each runs in a process
-of its own, so that one cannot warm, slow or end another.
+A benchmark is a module in `micro/`, `load/` or `sim/` with `main(argv)`; it prints one JSON line a case (see
+`report.py`) and takes `--quick` for a short run that proves it works. Each runs in a process of its own, so
+that one cannot warm, slow or end another. What is in `peers/` is run by a benchmark, with the Python of that
+peer; what is in `gpu/`, by `gpu/run.sh` on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_ROOMS = ("micro", "load", "sim", "peers")
+_ROOMS = ("micro", "load", "sim")
 _COMMANDS = {"live-soak": "benchmarks.soak"}
 """Long runs, each with options of its own (`NAME --help`); never among all of them."""
 

@@ -79,7 +79,7 @@ class Steps:
         return time.process_time() - start
 
 
-def main() -> None:
+def answer() -> None:
     # vLLM writes to the standard output; answers go where it was at the start.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -91,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer()

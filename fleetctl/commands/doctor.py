@@ -77,11 +77,12 @@ def _say(target: Target, found: list[Check], path: Path | None) -> None:
         target.say("", checks=[asdict(check) for check in found], bundle=None if path is None else str(path))
         return
     signs = {True: ("OK     ", "green"), False: ("PROBLEM", "red"), None: ("unknown", "yellow")}
+    width = max(len(check.name) for check in found)
     for check in found:
         sign, colour = signs[check.fine]
-        click.echo(f"{click.style(sign, fg=colour)}  {check.name:<13} {check.said}")
+        click.echo(f"{click.style(sign, fg=colour)}  {check.name:<{width}}  {check.said}")
         if check.next_step:
-            click.echo(f"{'':24}next: {check.next_step}")
+            click.echo(f"{'':{width + 11}}next: {check.next_step}")
     if path is not None:
         click.echo(f"\npacked into {path}: look at it before you send it")
 
