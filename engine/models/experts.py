@@ -95,10 +95,12 @@ class Looped:
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows `[n, hidden]` sorted by expert, `counts[i]` of them for expert i, to the same."""
-        parts = torch.split(rows, counts.tolist())
-        return torch.cat(
-            [expert(part) for expert, part in zip(self._experts, parts, strict=True) if len(part)]
-        )
+        made, first = [], 0
+        for expert, count in zip(self._experts, counts.tolist(), strict=True):
+            if count:
+                made.append(expert(rows[first : first + count]))
+                first += count
+        return torch.cat(made)
 
 
 class Grouped:
