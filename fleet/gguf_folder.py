@@ -21,7 +21,7 @@ from fleet.errors import BadRequest
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); bytes, or tensors while converting."""
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -39,6 +39,8 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LAYER_OF = {"qwen3": {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}}
+"""What layers of one architecture have beside those."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3 scaling as one factor a frequency; goes to the config, not to the weights."""
 
@@ -104,7 +106,9 @@ def _config(file: str, meta: dict[str, Any], architecture: str, tensors: dict[st
         return _need(file, meta, f"{architecture}.{key}")
 
     if meta.get(f"{architecture}.expert_count", 0):
-        raise BadRequest(f"{file} is a mixture of experts; supported: dense models")
+        raise BadRequest(
+            f"{file} is a mixture of experts; supported: dense models. Its Hugging Face folder may work"
+        )
     if "token_embd.weight" not in tensors:
         raise BadRequest(f"{file} has no tensor token_embd.weight")
     heads, hidden = int(need("attention.head_count")), int(need("embedding_length"))
@@ -246,22 +250,24 @@ def _generation(meta: dict[str, Any]) -> dict[str, Any]:
     return {"bos_token_id": meta.get("tokenizer.ggml.bos_token_id"), "eos_token_id": unique}
 
 
-def _name(file: str, name: str) -> str:
+def _name(file: str, name: str, architecture: str) -> str:
     if name in _OUTER:
         return _OUTER[name]
     prefix, _, rest = name.partition(".")
     layer, _, rest = rest.partition(".")
     part, _, kind = rest.partition(".")
-    if prefix == "blk" and part in _LAYER and kind in ("weight", "bias"):
-        return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
-    raise BadRequest(f"{file} has tensor {name}, which no supported architecture has")
+    known = _LAYER | _LAYER_OF.get(architecture, {})
+    if prefix == "blk" and part in known and kind in ("weight", "bias"):
+        return f"model.layers.{layer}.{known[part]}.{kind}"
+    raise BadRequest(f"{file} has tensor {name}, which architecture {architecture!r} does not have")
 
 
 def _write_weights(
     path: Path, file: str, config: dict[str, Any], tensors: dict[str, Any], progress: Progress | None
 ) -> None:
     """A safetensors file, tensor by tensor, so that no more than one is in memory."""
-    names = {name: _name(file, name) for name in tensors if name != _ROPE_FACTORS}
+    architecture = config["model_type"]
+    names = {name: _name(file, name, architecture) for name in tensors if name != _ROPE_FACTORS}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, target in names.items():

@@ -37,6 +37,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -72,6 +74,9 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_tokenizer_model(tokenizer)
@@ -123,6 +128,7 @@ def logits(model: Any) -> torch.Tensor:
         ("Llama", {"tie_word_embeddings": True}),
         ("Llama", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
         ("Qwen2", {"rms_norm_eps": 1e-5}),
+        ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     ],
 )
 def test_the_folder_is_the_same_model(
