@@ -20,20 +20,13 @@ from pathlib import Path
 
 from fleet.errors import TransferFailed
 from fleet.ids import LeaseId
-from kv_transfer.control import (
-    Caller,
-    ControlServer,
-    Copied,
-    Done,
-    Granted,
-    Hello,
-    Read,
-    greet_for_memory,
-    opened,
-)
+from kv_transfer.caller import Caller, greet_for_memory
+from kv_transfer.control import ControlServer
+from kv_transfer.messages import Copied, Done, Granted, Hello, Read
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region, checksum
 from kv_transfer.settings import TransferSettings
+from kv_transfer.streams import opened
 from kv_transfer.transport import INLINE_BYTES, ChecksumMismatch, Peer, Reading, Source, settled
 
 _PREFIX = "pdfleet-kv-"

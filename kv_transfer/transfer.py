@@ -16,9 +16,9 @@ from fleet.handoff import Holder, KvTicket
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
 from fleet.metrics import SHORT_S, Buckets, Family, histogram
 from fleet.tls import Tls
-from kv_transfer.control import BORROWED_BLOCKS, OPEN_READS
 from kv_transfer.lease import Ended, LeaseTable
 from kv_transfer.loopback import LoopbackHub, LoopbackTransport
+from kv_transfer.messages import BORROWED_BLOCKS, OPEN_READS
 from kv_transfer.plan import Chunk, Pulled, plan_pull
 from kv_transfer.pull_speed import PullSpeed
 from kv_transfer.region import Region, checksums

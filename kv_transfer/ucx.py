@@ -27,10 +27,13 @@ from typing import Any, Protocol
 from fleet.errors import BadRequest, TransferFailed
 from fleet.ids import LeaseId
 from fleet.tls import Tls
-from kv_transfer.control import Caller, ControlServer, Done, Granted, Hello, Read, greet, opened, tune
+from kv_transfer.caller import Caller, greet
+from kv_transfer.control import ControlServer
+from kv_transfer.messages import Done, Granted, Hello, Read
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
+from kv_transfer.streams import opened, tune
 from kv_transfer.transport import Peer, Reading, Source, settled, verify_off_loop
 
 logger = logging.getLogger(__name__)

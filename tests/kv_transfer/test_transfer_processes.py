@@ -19,7 +19,7 @@ import pytest
 from fleet.errors import LeaseExpired, TransferFailed
 from fleet.handoff import KvTicket
 from fleet.ids import new_incarnation
-from kv_transfer import control, ucx
+from kv_transfer import messages, ucx
 
 pytestmark = pytest.mark.live
 
@@ -336,7 +336,7 @@ def hostile(ticket):
             "fingerprint": ticket.fingerprint,
             "block_bytes": BLOCK_BYTES,
         }
-        return control.frame(control.Hello(version=control.VERSION, **{**values, **changes}))
+        return messages.frame(messages.Hello(version=messages.VERSION, **{**values, **changes}))
 
     yield b""
     yield b"\x00" * 4
@@ -372,7 +372,7 @@ def after_greeting(lease):
     ):
         body = msgspec.msgpack.encode(raw)
         yield len(body).to_bytes(4, "little") + body
-    twice = control.frame(control.Read(1, lease, [0]))
+    twice = messages.frame(messages.Read(1, lease, [0]))
     yield twice + twice
 
 
@@ -405,8 +405,8 @@ def test_whatever_is_said_to_a_port_the_source_lives_and_serves(bench, real_tran
                     ucx._Worker(reader.transfer._transports[0]._context) if real_transport == "ucx" else None
                 )
                 own_port = ports[-1] if real_transport == "shm" else int(ticket.address.split(":")[2])
-                hello = control.Hello(
-                    control.VERSION,
+                hello = messages.Hello(
+                    messages.VERSION,
                     "x",
                     ticket.worker,
                     ticket.incarnation,
@@ -415,7 +415,7 @@ def test_whatever_is_said_to_a_port_the_source_lives_and_serves(bench, real_tran
                     greeter.address if greeter else b"",
                 )
                 for noise in after_greeting(ticket.lease):
-                    await send(own_port, control.frame(hello), noise)
+                    await send(own_port, messages.frame(hello), noise)
                 await reader.transfer.pull(ticket, [(0, 1)], 60)
                 assert (reader.region.array[1] == 5).all()
                 assert (await source.ask(do="state"))["leases"] == 1
@@ -437,15 +437,15 @@ def test_a_source_that_goes_before_the_first_read_is_through_costs_its_reader_no
                 return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
 
             async def welcome_and_go(reader, writer):
-                hello = await heard(reader, control.Hello)
+                hello = await heard(reader, messages.Hello)
                 worker = ucx._Worker(context)
                 path = ucx._endpoint(worker, ucx._checked(hello.ucx))
-                writer.write(control.frame(control.Welcome(BLOCKS, worker.address)))
+                writer.write(messages.frame(messages.Welcome(BLOCKS, worker.address)))
                 if after == "grant":
-                    said = await heard(reader, control.Read | control.Renew)
-                    while not isinstance(said, control.Read):
-                        said = await heard(reader, control.Read | control.Renew)
-                    writer.write(control.frame(control.Granted(said.id, [])))
+                    said = await heard(reader, messages.Read | messages.Renew)
+                    while not isinstance(said, messages.Read):
+                        said = await heard(reader, messages.Read | messages.Renew)
+                    writer.write(messages.frame(messages.Granted(said.id, [])))
                 worker.close()
                 del worker, path
                 await writer.drain()

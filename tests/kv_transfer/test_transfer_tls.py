@@ -14,7 +14,7 @@ import uvloop
 from fleet.errors import TransferFailed
 from fleet.ids import Incarnation, WorkerId
 from fleet.tls import Tls
-from kv_transfer import control
+from kv_transfer import caller, streams
 from kv_transfer.transport import Peer
 
 pytestmark = pytest.mark.live
@@ -112,9 +112,9 @@ def test_a_forged_ucx_address_is_not_even_read(bench, fleet, posing):
             for tls in (None, posing.client()):
                 sock = socket.create_connection((host, int(port)))
                 sock.setblocking(False)
-                reader, writer = await control.opened(sock, tls, host)
+                reader, writer = await streams.opened(sock, tls, host)
                 with pytest.raises(TransferFailed):
-                    await control.greet(reader, writer, peer, ucx._version() + b"\x00\xff" * 40, 5.0)
+                    await caller.greet(reader, writer, peer, ucx._version() + b"\x00\xff" * 40, 5.0)
                 writer.transport.abort()
             friend = await world.side("d", tls=fleet)
             await friend.transfer.pull(ticket, [(0, 0)], 20)
