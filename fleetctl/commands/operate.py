@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from fleet.registry import Registry, View
     from fleet.wire import Wire
 
-LIMIT = click.option(
-    "--limit", type=click.FloatRange(0), default=180.0, show_default=True, help="Longest to --wait, seconds."
+_LIMIT = click.option(
+    "--limit",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which requests that still run there are moved to other workers.",
 )
 
 
@@ -88,13 +92,7 @@ async def wait_ended(target: Target, name: str, limit_s: float) -> None:
 @click.argument("worker", metavar="ID", shell_complete=complete_workers)
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker has left.")
-@click.option(
-    "--limit",
-    type=click.FloatRange(0),
-    default=60.0,
-    show_default=True,
-    help="Seconds after which requests that still run there are moved to other workers.",
-)
+@_LIMIT
 def drain(target: Target, worker: str, wait: bool, limit: float) -> None:
     """Let worker ID finish its requests, take no new ones, and leave.
 
@@ -146,13 +144,7 @@ async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: s
 @click.option("--wait", is_flag=True, help="Return when the worker serves in its new role.")
 @click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 @click.option("--force", is_flag=True, help="Also where no decode worker would be left.")
-@click.option(
-    "--limit",
-    type=click.FloatRange(0),
-    default=60.0,
-    show_default=True,
-    help="Seconds after which requests that still run there are moved to other workers.",
-)
+@_LIMIT
 def role(target: Target, worker: str, to: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
     """Make worker ID a prefill or a decode worker, with the weights and the prefix cache it has.
 

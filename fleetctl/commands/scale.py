@@ -12,7 +12,7 @@ import click
 
 from fleet.errors import BadRequest, Unavailable
 from fleet.targets import MOST_BUDGET, Desired, Mode
-from fleetctl.commands.operate import LIMIT, wait_ended
+from fleetctl.commands.operate import wait_ended
 from fleetctl.options import Target, fleet_options
 from fleetctl.reconcile import victims
 from fleetctl.words import WORKERS, Child, FleetPicture, Kind, Phase
@@ -57,7 +57,9 @@ def _counts(
     "--kubernetes", metavar="NAMESPACE/NAME", help="An InferenceFleet of a cluster, not a fleet by its etcd."
 )
 @click.option("--context", default="", help="Of the kubeconfig; its current one by default.")
-@LIMIT
+@click.option(
+    "--limit", type=click.FloatRange(0), default=180.0, show_default=True, help="Longest to --wait, seconds."
+)
 def scale(
     target: Target,
     counts: dict[str, int] | None,
