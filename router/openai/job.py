@@ -1,4 +1,4 @@
-"""What both endpoints do to make a body's answers: requests, seeds, texts; and usage as JSON."""
+"""What all endpoints do to make a body's answers: requests, seeds, texts; and usage as JSON."""
 
 from __future__ import annotations
 
