@@ -262,8 +262,10 @@ class Engine:
         ]  # fmt: skip
 
     def retune(self, settings: EngineSettings) -> None:
-        """From the next step on: `max_batch`, `max_step_tokens`, `short_prompt_share` and `max_waiting`."""
+        """From the next step on: `max_batch`, `max_step_tokens`, `short_prompt_share` and `max_waiting`. What
+        was measured of the steps before tells nothing of these."""
         self._scheduler.retune(settings)
+        self._speeds = Speeds()
         self._wake.set()
 
     @property

@@ -68,10 +68,10 @@ class _Entry:
     order: int
     cost: float
     """Tokens it is expected to take: uncached ones of the prompt, and the answer's."""
-    lead_s: float
-    """From its dispatch to its first token, when it has waited for its turn."""
     latest_start: float
-    """Later it would miss an objective, or its deadline."""
+    """To be in time nine times of ten, it must start by then: what those who wait are ordered by."""
+    lost_at: float
+    """Later it would likely miss an objective, or its deadline."""
     queued_at: float
     queued: bool = False
 
@@ -97,6 +97,8 @@ class _Backlog:
 
     timely: list[tuple[float, int, _Entry]] = field(default_factory=list)
     """A heap by latest start. Those that left stay in it until they come up."""
+    doubtful: list[tuple[float, int, _Entry]] = field(default_factory=list)
+    """Those that are past it and may still be in time: a heap by when they would be lost."""
     late: OrderedDict[int, _Entry] = field(default_factory=OrderedDict)
     count: int = 0
     cost: float = 0.0
@@ -106,15 +108,22 @@ class _Backlog:
         while self.timely and (self.timely[0][0] < now or not self.timely[0][2].queued):
             entry = heapq.heappop(self.timely)[2]
             if entry.queued:
+                heapq.heappush(self.doubtful, (entry.lost_at, entry.order, entry))
+        while self.doubtful and (self.doubtful[0][0] < now or not self.doubtful[0][2].queued):
+            entry = heapq.heappop(self.doubtful)[2]
+            if entry.queued:
                 self.late[entry.order] = entry
                 if entry.terms.objectives.sheddable:
                     yield entry
 
-    def first(self) -> tuple[bool, _Entry]:
-        """Whether it would be late, and who it is."""
-        while self.timely and not self.timely[0][2].queued:
-            heapq.heappop(self.timely)
-        return (False, self.timely[0][2]) if self.timely else (True, next(iter(self.late.values())))
+    def first(self) -> tuple[int, _Entry]:
+        """Who it is; 0: it can be in time, 1: perhaps, 2: it would be late."""
+        for rank, heap in enumerate((self.timely, self.doubtful)):
+            while heap and not heap[0][2].queued:
+                heapq.heappop(heap)
+            if heap:
+                return rank, heap[0][2]
+        return 2, next(iter(self.late.values()))
 
 
 class _Level:
@@ -336,7 +345,7 @@ class Admission:
             return self._decision(Act.ADMIT, f"room: {_shown(forecast)}", entry, forecast, now), None
         ahead = lane.ahead(terms, entry.cost)
         wait_s = ahead / lane.rate + max(0.0, forecast.ahead_s - self.ahead_s(terms))
-        late = now + wait_s > entry.latest_start
+        late = now + wait_s > entry.lost_at
         act, why = Act.QUEUE, full or f"{lane.count} requests wait before it"
         victim: _Entry | None = None
         if late and terms.objectives.sheddable:
@@ -441,15 +450,25 @@ class Admission:
         promised, keep = terms.objectives, 1 - self._settings.margin
         answer = self.answer(request, terms)
         first_s = self.ahead_s(terms) + forecast.work_s
-        lead_s = self._ratio("ttft", request.model, forecast).safe(first_s)
-        whole_s = lead_s + answer * self._ratio("tpot", request.model, forecast).safe(forecast.tpot_s)
-        latest = accepted + request.deadline_s - whole_s
-        if promised.ttft_ms is not None:
-            latest = min(latest, accepted + keep * promised.ttft_ms / 1000 - lead_s)
-        if promised.e2e_ms is not None:
-            latest = min(latest, accepted + keep * promised.e2e_ms / 1000 - whole_s)
+        ttft = self._ratio("ttft", request.model, forecast)
+        tpot = self._ratio("tpot", request.model, forecast)
+
+        def start_by(first_s: float, token_s: float, share: float) -> float:
+            """To have so much of each objective suffice."""
+            whole_s = first_s + answer * token_s
+            by = accepted + request.deadline_s - whole_s
+            if promised.ttft_ms is not None:
+                by = min(by, accepted + share * promised.ttft_ms / 1000 - first_s)
+            if promised.e2e_ms is not None:
+                by = min(by, accepted + share * promised.e2e_ms / 1000 - whole_s)
+            return by
+
+        latest = start_by(ttft.safe(first_s), tpot.safe(forecast.tpot_s), keep)
+        # What may still succeed is not given up for what is promised by nine times out of ten.
+        lost_at = max(latest, start_by(ttft.likely(first_s), tpot.likely(forecast.tpot_s), 1.0))
         self._count += 1
-        return _Entry(request, terms, accepted, self._count, forecast.tokens + answer, lead_s, latest, now)
+        cost = forecast.tokens + answer
+        return _Entry(request, terms, accepted, self._count, cost, latest, lost_at, now)
 
     def answer(self, request: Request, terms: Terms) -> float:
         """Tokens that its answer is expected to have."""
@@ -465,7 +484,7 @@ class Admission:
         limit = self.ahead_s(entry.terms)
         if forecast.ahead_s > limit:
             return f"{forecast.ahead_s:.3g} s of prompts are queued at its worker, more than {limit:.3g} s"
-        if forecast.sequences < self._settings.least_running:
+        if forecast.idle or forecast.sequences < self._settings.least_running:
             return ""
         promised = () if turn else self._promised.get(entry.request.model, ())
         limits = [tpot_ms for priority, tpot_ms in promised if priority >= entry.priority]

@@ -8,6 +8,7 @@ forecast, which is learnt as outcomes come in and corrects the next forecasts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleet.goodput import Histogram, Percentiles
@@ -34,6 +35,8 @@ class Forecast:
     """Prompt tokens a second that the pool computes."""
     elsewhere: bool
     """A decode worker computes the prompt though there are prefill workers: it needs none of these."""
+    idle: bool = False
+    """Decode workers stand idle that could take it and, where its prompt needs one, prefill workers, too."""
 
 
 _SLOTS = 8
@@ -65,7 +68,29 @@ def forecast(pool: Pool, choice: Choice, answer: float, settings: CostSettings) 
         tokens=choice.tokens,
         rate=sum(one.prefill_tokens_s for one in pool.prefill or pool.decode),
         elsewhere=choice.local and bool(pool.prefill),
+        idle=_idle(worker) if choice.local else _any_idle(pool.prefill) and _any_idle(pool.decode),
     )
+
+
+def _any_idle(workers: Iterable[Standing]) -> bool:
+    return any(_idle(worker) for worker in workers)
+
+
+def _idle(worker: Standing) -> bool:
+    """As far as is known: of a worker that has told nothing, nothing was sent there."""
+    return not (worker.sent if worker.report is None else worker.sequences or worker.queued_tokens)
+
+
+def step_s(worker: Standing, batch: float, settings: CostSettings) -> float:
+    """Of a decode step of so many sequences: as it was measured there with another number, and by what each
+    one more or less takes among its like. A worker whose batch has ended is not as slow as that batch was."""
+    step, measured = worker.decode_step_s, worker.decode_batch
+    each = worker.decode_each_s
+    if each is not None:
+        return step + min(each, step / max(1.0, measured)) * (max(1.0, batch) - measured)
+    if batch >= measured:
+        return step * (1 + settings.crowding * (batch - measured))
+    return step / (1 + settings.crowding * (measured - max(1.0, batch)))
 
 
 def _tpot(
@@ -74,11 +99,10 @@ def _tpot(
     """A step of the batch it would join; longer in proportion where sequences wait for a place in it, and by
     its part of the prompts computed there."""
     sequences = coming + (len(worker.sent) if worker.report is None else worker.sequences)
-    crowd = max(0.0, sequences + 1 - worker.decode_batch)
     waiting = running = 0
     if worker.report is not None:
         waiting, running = worker.report.waiting, worker.report.running
-    step = worker.decode_step_s * (1 + settings.crowding * crowd)
+    step = step_s(worker, sequences + 1, settings)
     queued = worker.own_tokens if worker.report is None else worker.queued_tokens
     stall = (queued / worker.prefill_tokens_s + work_s) / gaps
     return step * (1 + waiting / max(running, _SLOTS)) + stall, sequences
@@ -93,16 +117,17 @@ _JUMP = math.log(2)
 _BOUND = math.log(8)
 _FLOOR_S = 1e-3
 """Added to both sides: between microseconds there is no ratio to learn."""
-_SAFE, _STEP = 0.9, 0.1
+_SAFE = 1.2816
+"""Standard deviations above the mean below which nine in ten of a normal distribution lie."""
 
 
 class Ratio:
     """Actual over forecast, as learnt: in logarithms, with outliers cut, from 1 at the beginning."""
 
-    __slots__ = ("_log", "_safe", "_seen", "errors")
+    __slots__ = ("_log", "_seen", "_variance", "errors")
 
     def __init__(self) -> None:
-        self._log = self._safe = 0.0
+        self._log = self._variance = 0.0
         self._seen = 0
         self.errors = Histogram()
         """How far likely forecasts were off, seconds."""
@@ -112,8 +137,10 @@ class Ratio:
         return seconds * math.exp(self._log)
 
     def safe(self, seconds: float) -> float:
-        """Corrected so that it is enough nine times out of ten: to promise by."""
-        return seconds * math.exp(self._safe)
+        """Corrected so that it is enough nine times out of ten: to promise by. From the spread of outcomes,
+        not by counting those above: those who run in one batch come out late together, and counted one by
+        one a single bad batch would look like many."""
+        return seconds * math.exp(_bounded(self._log + _SAFE * math.sqrt(self._variance)))
 
     def learn(self, forecast_s: float, actual_s: float) -> None:
         """`forecast_s` as it was before any correction."""
@@ -121,10 +148,11 @@ class Ratio:
         actual = math.log((actual_s + _FLOOR_S) / (forecast_s + _FLOOR_S))
         self._seen = min(self._seen + 1, _MEMORY)
         surprise = max(-_JUMP, min(_JUMP, actual - self._log))
-        self._log = _bounded(self._log + surprise / (self._seen + _PRIOR))
-        # A quantile by stochastic approximation (Robbins and Monro, 1951): each outcome moves it by as much,
-        # up or down, as keeps it still when one in ten is above.
-        self._safe = _bounded(self._safe + _STEP * (_SAFE - (actual <= self._safe)))
+        weight = 1 / (self._seen + _PRIOR)
+        self._log = _bounded(self._log + weight * surprise)
+        # Mean and variance with older outcomes weighing less and less (West, "Updating Mean and Variance
+        # Estimates: An Improved Method", 1979).
+        self._variance = (1 - weight) * (self._variance + weight * surprise**2)
 
     def error(self) -> Percentiles | None:
         """None: nothing was forecast yet that has come to pass."""

@@ -16,6 +16,7 @@ from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.member import MemberState, Role, WorkerCard
 from router.settings import CostSettings, UnknownSettings
+from router.step_line import StepLine
 
 
 class LinkState(StrEnum):
@@ -76,6 +77,8 @@ class Standing:
     prefill_tokens_s: float = 1.0
     decode_step_s: float = 1.0
     decode_batch: float = 1.0
+    decode_each_s: float | None = None
+    """By how much each sequence more makes a step of its like longer. None: not known yet."""
     pull_bytes_s: float = 1.0
     weighed: tuple[CostSettings, float, float, float, float] | None = None
     """What `router.cost` makes of these figures by themselves; None: they have changed since."""
@@ -132,10 +135,13 @@ class _Usual:
         self.decode_step_s = unknown.decode_step_s
         self.decode_batch = 1.0
         self.pull_bytes_s = unknown.pull_bytes_s
+        self.steps = StepLine()
         self._known: set[str] = set()
 
     def learn(self, report: LoadReport, *, worked: bool) -> None:
         """`worked`: the figures are of now; others count only where nothing better is known."""
+        if worked and report.decode_step_s and report.decode_batch:
+            self.steps.learn(report.decode_batch, report.decode_step_s)
         for name in _MEASURED:
             said = getattr(report, name)
             if said and (worked or name not in self._known):
@@ -415,6 +421,7 @@ class Roster:
         """The figures a choice reads: the worker's own, corrected by what was sent and ended since."""
         worker.weighed = None
         unknown, usual, report = self._unknown, self._usual_of(worker), worker.report
+        worker.decode_each_s = usual.steps.each_s
         if report is None:
             others = [sent for sent in worker.others.values() if not sent.missed]
             count = len(worker.sent) + len(others)
