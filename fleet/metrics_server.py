@@ -1,10 +1,10 @@
-"""The page of metrics of a process that has no other HTTP server: GET /metrics, and nothing else."""
+"""The page of metrics of a process without another HTTP server: GET /metrics, and how it is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
@@ -34,18 +34,27 @@ class MetricsSettings:
 
 
 class MetricsServer:
-    """Listens from `start` on."""
+    """Listens from `start` on. `checks`: further paths, such as `/live`, each answered with 200, or with 503
+    and why not where there is a reason."""
 
-    def __init__(self, page: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(
+        self, page: Callable[[], Awaitable[bytes]], checks: Mapping[str, Callable[[], str]] | None = None
+    ) -> None:
         self._page = page
+        self._checks = {path.encode(): check for path, check in (checks or {}).items()}
         self._server: asyncio.Server
         self._open: set[asyncio.Task[None]] = set()
         self.port = 0
 
     @classmethod
-    async def start(cls, page: Callable[[], Awaitable[bytes]], settings: MetricsSettings) -> MetricsServer:
+    async def start(
+        cls,
+        page: Callable[[], Awaitable[bytes]],
+        settings: MetricsSettings,
+        checks: Mapping[str, Callable[[], str]] | None = None,
+    ) -> MetricsServer:
         """OSError: the port is taken, or the address is not of this host."""
-        self = cls(page)
+        self = cls(page, checks)
         self._server = await asyncio.start_server(
             self._accept, settings.bind, settings.port, limit=_HEAD_BYTES, backlog=64
         )
@@ -86,10 +95,14 @@ class MetricsServer:
     async def _answer(self, head: bytes) -> tuple[str, bytes]:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
-        if path != b"/metrics":
+        check = self._checks.get(path)
+        if path != b"/metrics" and check is None:
             return "404 Not Found", b"there is only /metrics here\n"
         if method not in (b"GET", b"HEAD"):
             return "405 Method Not Allowed", b"GET it\n"
+        if check is not None:
+            wrong = check()
+            return ("503 Service Unavailable", f"{wrong}\n".encode()) if wrong else ("200 OK", b"ok\n")
         try:
             return "200 OK", await self._page()
         except Exception:

@@ -8,11 +8,12 @@ not at all, so that of two leaders the later one to read writes.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from fleet.cluster import FLEETS, MERGE, Api, ClusterError, Object
 from fleet.errors import Unavailable
 from fleet.targets import Desired, Mode
-from planner.words import Fence, Plan, Targets
+from planner.words import ROLES, Fence, Plan, Targets
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +27,30 @@ class ClusterActuator:
     def __init__(self, api: Api, namespace: str, name: str) -> None:
         self._api = api
         self._path = FLEETS.path(namespace, name)
+        self._rule = ""
+        """What kept the last plan from being followed."""
 
     async def current(self) -> Targets | None:
         fleet = await self._read()
         return None if fleet is None else targets(fleet)
 
     async def apply(self, plan: Plan, seen: Targets, fence: Fence | None) -> bool:
-        spec = {"prefill": {"replicas": plan.prefill}, "decode": {"replicas": plan.decode}}
-        return await self._write(seen, {"metadata": _told(plan), "spec": spec})
+        """As near to the plan as the fleet's own rules allow: one of its counts that is against them must not
+        keep the other one from being followed."""
+        fleet = await self._read()
+        if fleet is None:
+            return False
+        counts, rule = allowed(plan, fleet["spec"])
+        if rule and counts == (seen.desired.prefill, seen.desired.decode):
+            log.log(logging.DEBUG if rule == self._rule else logging.WARNING, "nothing is changed: %s", rule)
+            self._rule = rule
+            return False
+        self._rule = rule
+        told = replace(
+            plan, prefill=counts[0], decode=counts[1], why=plan.why + (f"; {rule}" if rule else "")
+        )
+        spec = {"prefill": {"replicas": told.prefill}, "decode": {"replicas": told.decode}}
+        return await self._write(seen, {"metadata": _told(told), "spec": spec})
 
     async def tell(self, plan: Plan, seen: Targets, fence: Fence | None) -> bool:
         return await self._write(seen, {"metadata": _told(plan)})
@@ -63,6 +80,30 @@ class ClusterActuator:
             if error.missing:
                 return None
             raise Unavailable(error.message) from None
+
+
+def allowed(plan: Plan, spec: Object) -> tuple[tuple[int, int], str]:
+    """Counts within `minReplicas`, `maxReplicas` and `budget.gpus` of a fleet's spec, and which of these kept
+    them from being the plan's; empty: none."""
+    found, rules = {}, []
+    for role in ROLES:
+        pool, asked = spec.get(role, {}), plan.of(role)
+        least, most = pool.get("minReplicas", 0), pool.get("maxReplicas", asked)
+        found[role] = max(least, min(most, asked))
+        if found[role] != asked:
+            rules.append(f"{role} stays between {least} and {most}")
+    budget = spec.get("budget", {}).get("gpus")
+    costs = {role: spec.get(role, {}).get("nodes", 1) * spec.get(role, {}).get("gpus", 0) for role in ROLES}
+    if budget is not None and sum(found[role] * costs[role] for role in ROLES) > budget:
+        rules.append(f"budget.gpus is {budget}")
+        # What would grow gives way first, the larger wish by one at a time.
+        now = {role: spec.get(role, {}).get("replicas", 1) for role in ROLES}
+        while sum(found[role] * costs[role] for role in ROLES) > budget:
+            growing = [role for role in ROLES if costs[role] and found[role] > now[role]]
+            if not growing:
+                return (now["prefill"], now["decode"]), "; ".join(rules)
+            found[max(growing, key=lambda role: found[role] - now[role])] -= 1
+    return (found["prefill"], found["decode"]), "; ".join(rules)
 
 
 def _told(plan: Plan) -> Object:

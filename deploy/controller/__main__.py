@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -18,7 +19,12 @@ from deploy.controller.looks import PageLooks
 from deploy.controller.yaml_text import to_yaml
 from fleet.cluster import KubernetesApi
 from fleet.life import Life, run_process
+from fleet.metrics import Kind, value
+from fleet.metrics_server import MetricsServer, MetricsSettings
 from fleet.settings import load_or_exit
+from fleet.telemetry import page
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class ProcessSettings:
     """Name of this one among them; empty: host and process."""
     controller: ControllerSettings = field(default_factory=ControllerSettings)
     election: ElectionSettings = field(default_factory=ElectionSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
 
 async def run(life: Life, settings: ProcessSettings) -> None:
@@ -44,7 +51,25 @@ async def run(life: Life, settings: ProcessSettings) -> None:
         identity = settings.identity or f"{socket.gethostname()}-{os.getpid()}"
         election = Election(api, settings.lease_namespace, identity, settings.election)
         controller = Controller(api, PageLooks(), settings.controller, time.time)
+        loop = asyncio.get_running_loop()
 
+        async def figures() -> bytes:
+            leads = value("pdfleet_controller_leads", "Whether it acts.", Kind.GAUGE, float(election.leads))
+            return await page([leads, *(controller.families() if election.leads else ())])
+
+        def ready() -> str:
+            if election.leads:
+                return "" if controller.synced else "what there is has not been listed yet"
+            asked = election.asked_at
+            silent = asked is None or loop.time() - asked > settings.election.deadline_s
+            return "the API server does not say who leads" if silent else ""
+
+        server = await MetricsServer.start(
+            figures,
+            settings.metrics,
+            {"/live": lambda: controller.figures.stuck(loop.time()), "/ready": ready},
+        )
+        log.info("metrics, /live and /ready at %s:%d", settings.metrics.bind, server.port)
         acting = asyncio.create_task(election.lead(controller.run))
         stopping = asyncio.create_task(life.stopping.wait())
         life.settled()
@@ -54,6 +79,7 @@ async def run(life: Life, settings: ProcessSettings) -> None:
             acting.result()
         acting.cancel()
         await asyncio.gather(acting, return_exceptions=True)
+        await server.close()
     finally:
         await api.close()
 

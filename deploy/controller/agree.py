@@ -54,7 +54,9 @@ def agree(fleet: Object, spec: FleetSpec, pools: Mapping[str, Object], renderer:
             )
             actions.append(Apply(renderer.pool(role, ours), f"{role} {theirs} → {ours}: {why}"))
     allowed = {role: _within(spec, role, count) for role, count in asked.items()}
-    over = _over_budget(spec, {**wanted, **allowed})
+    # Two that decide, such as the planner and an autoscaler, would move workers to and fro.
+    planned = "the planner decides (planner.mode is act)" if spec.planner.mode == "act" else ""
+    over = planned or _over_budget(spec, {**wanted, **allowed})
     for role, count in asked.items():
         ours = wanted[role]
         if over or allowed[role] == ours:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from deploy.controller.figures import Figures
 from deploy.controller.looks import Looks
 from deploy.controller.mirror import Mirror
 from deploy.controller.plan import plan, wants_judged, wants_loads
@@ -24,6 +25,7 @@ from deploy.controller.render import (
     PODS,
     ROLE_LABEL,
 )
+from deploy.controller.scene import owned
 from deploy.controller.words import (
     Action,
     Apply,
@@ -40,6 +42,7 @@ from deploy.controller.words import (
 from deploy.controller.work_queue import WorkQueue
 from fleet.cluster import APPLY, FLEETS, MERGE, POOLS, Api, ClusterError, Object, Resource
 from fleet.errors import FleetError, Unavailable
+from fleet.metrics import Family
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Controller:
     ) -> None:
         self._api, self._looks, self._settings, self._clock = api, looks, settings, clock
         self.queue = WorkQueue()
+        self.figures = Figures()
         self._refused: dict[str, tuple[str, ...]] = {}
         namespace = settings.namespace
         self._fleets = Mirror(api, FLEETS, namespace, self._fleet_changed, labelled=False)
@@ -99,20 +103,37 @@ class Controller:
     async def _work(self) -> None:
         while True:
             key = await self.queue.next()
-            failed, again_s = True, 0.0
+            result, again_s = "defect", 0.0
+            began = self.figures.begin(key, self._now())
             try:
                 again_s = await self.reconcile(key)
-                failed = False
+                result = "done"
             except ClusterError as error:
+                result = "conflict" if error.conflict else "failed"
                 if not error.conflict:
                     log.warning("%s: %s", key, error.message)
             except FleetError as error:
+                result = "failed"
                 log.warning("%s: %s", key, error.message)
             except Exception:
                 # The root of one fleet's turn: a defect that one fleet meets must not stop the others.
                 log.exception("%s: cannot be looked after", key)
             finally:
-                self.queue.done(key, failed, again_s)
+                self.figures.end(key, result, self._now() - began)
+                self.queue.done(key, result != "done", again_s)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def synced(self) -> bool:
+        """Whether it has seen all that there is."""
+        return all(mirror.synced.is_set() for mirror in (self._fleets, self._pods, *self._owned.values()))
+
+    def families(self) -> list[Family]:
+        """For Prometheus."""
+        return self.figures.families(list(self._fleets.all()), self.queue.waiting, len(self._refused))
 
     async def reconcile(self, key: str) -> float:
         """One look and what follows from it; when to look again. FleetError: a write failed."""
@@ -162,6 +183,7 @@ class Controller:
         for action in made.actions:
             try:
                 await self._act(namespace, fleet, action)
+                self.figures.acted(action)
             except ClusterError as error:
                 if not error.refused and not (error.missing and isinstance(action, Apply | Mark)):
                     raise
@@ -179,6 +201,7 @@ class Controller:
             case Apply(wanted):
                 mirror = self._owned[wanted["kind"]]
                 path = mirror.resource.path(namespace, wanted["metadata"]["name"])
+                await self._not_foreign(namespace, fleet, wanted, mirror, path)
                 mirror.wrote(await self._api.ask("PATCH", path, FORCE, wanted, APPLY))
             case Resize(resource, set_name, count):
                 resized: Object = {"spec": {"replicas": count}}
@@ -213,6 +236,26 @@ class Controller:
                 self._fleets.wrote(await self._api.ask("PATCH", path, None, body, MERGE))
             case Say():
                 await self._say(namespace, fleet, action)
+
+    async def _not_foreign(
+        self, namespace: str, fleet: Object, wanted: Object, mirror: Mirror, path: str
+    ) -> None:
+        """An apply takes what is there, whoever made it: only what is this fleet's may be taken."""
+        meta = wanted["metadata"]
+        live = mirror.get(namespace, meta["name"])
+        if live is None:
+            try:
+                live = await self._api.ask("GET", path)
+            except ClusterError as error:
+                if error.missing:
+                    return
+                raise
+        if not owned(live, fleet):
+            raise ClusterError(
+                422, "Foreign",
+                f"{wanted['kind']} {meta['name']} is there already and not of this fleet; remove it, or give "
+                "the fleet another name",
+            )  # fmt: skip
 
     async def _say(self, namespace: str, fleet: Object, said: Say) -> None:
         log.info("%s/%s: %s: %s", namespace, fleet["metadata"]["name"], said.reason, said.message)

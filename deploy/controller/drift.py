@@ -8,25 +8,33 @@ from typing import Any
 
 _UNITS = {
     "": Decimal(1),
+    "n": Decimal("0.000000001"),
+    "u": Decimal("0.000001"),
     "m": Decimal("0.001"),
     "k": Decimal(10**3),
     "M": Decimal(10**6),
     "G": Decimal(10**9),
     "T": Decimal(10**12),
     "P": Decimal(10**15),
+    "E": Decimal(10**18),
     "Ki": Decimal(2**10),
     "Mi": Decimal(2**20),
     "Gi": Decimal(2**30),
     "Ti": Decimal(2**40),
     "Pi": Decimal(2**50),
+    "Ei": Decimal(2**60),
 }
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGTP]i?|Ki|m|)")
+_QUANTITY = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]{1,3})|([kMGTPE]i?|Ki|[num]|))")
 
 
 def quantity(text: str) -> Decimal | None:
-    """`1000m` and `1` are the same; None: no quantity."""
+    """`1000m`, `1e0` and `1` are the same; None: no quantity."""
     match = _QUANTITY.fullmatch(text)
-    return Decimal(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else None
+    if match is None:
+        return None
+    if match[2]:
+        return Decimal(match[1] + match[2])
+    return Decimal(match[1]) * _UNITS[match[3]] if match[3] in _UNITS else None
 
 
 def differs(wanted: Any, live: Any, path: str = "") -> str | None:

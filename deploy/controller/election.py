@@ -49,6 +49,8 @@ class Election:
         self._seen = ""
         self._seen_at = 0.0
         self.leads = False
+        self.asked_at: float | None = None
+        """When the API server last said who holds the lease, on the loop's clock; None: never yet."""
 
     async def lead(self, work: Callable[[], Awaitable[None]]) -> None:
         """Until `work` ends, or is cancelled. Deposed: somebody else leads, or nobody could be asked."""
@@ -100,8 +102,9 @@ class Election:
                     "spec": self._spec(None),
                 }
                 await self._api.ask("POST", self._all, body=body)
-                self._holder = self._identity
+                self._holder, self.asked_at = self._identity, now
                 return True
+            self.asked_at = now
             spec = lease.get("spec", {})
             self._holder = spec.get("holderIdentity") or ""
             mark = f"{self._holder} {spec.get('renewTime')} {spec.get('leaseTransitions')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deploy.controller.crd import definitions
-from deploy.controller.render import CONTROLLER
+from deploy.controller.render import CONTROLLER, METRICS_PORT
 from fleet.cluster import GROUP, Object
 
 NAMESPACE = "pdfleet-system"
@@ -114,6 +114,10 @@ def _priorities() -> list[Object]:
     ]
 
 
+def _ask(path: str, **more: int) -> Object:
+    return {"httpGet": {"path": path, "port": "metrics", "scheme": "HTTP"}, **more}
+
+
 def _deployment(image: str, labels: dict[str, str], namespace: str, replicas: int) -> Object:
     return {
         "replicas": replicas,
@@ -134,7 +138,20 @@ def _deployment(image: str, labels: dict[str, str], namespace: str, replicas: in
                         "name": "controller",
                         "image": image,
                         "command": ["python", "-m", "deploy.controller"],
-                        "args": [f"--lease-namespace={namespace}", "--identity=$(POD_NAME)"],
+                        "args": [
+                            f"--lease-namespace={namespace}",
+                            "--identity=$(POD_NAME)",
+                            "--metrics.bind=0.0.0.0",
+                            f"--metrics.port={METRICS_PORT}",
+                        ],
+                        "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
+                        "startupProbe": _ask("/live", periodSeconds=2, failureThreshold=60),
+                        "livenessProbe": _ask(
+                            "/live", periodSeconds=10, failureThreshold=6, timeoutSeconds=5
+                        ),
+                        "readinessProbe": _ask(
+                            "/ready", periodSeconds=5, failureThreshold=3, timeoutSeconds=3
+                        ),
                         "env": [
                             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
                             {"name": "HOME", "value": "/tmp"},

@@ -124,8 +124,8 @@ class Mirror:
             if event["type"] == "BOOKMARK":
                 continue
             if event["type"] == "DELETED":
-                self._objects.pop(_key(one), None)
-                self._changed(one)
+                # Who lost its label is gone from this watch, and only the copy says whose it was.
+                self._changed(self._objects.pop(_key(one), one))
             else:
                 self._put(one, tell=True)
         return version
@@ -138,6 +138,13 @@ class Mirror:
         self._objects[_key(one)] = one
         if tell and (old is None or _version(old) != _version(one)):
             self._changed(one)
+            if old is not None and _fleet(old) != _fleet(one):
+                self._changed(old)
+
+
+def _fleet(one: Object) -> str | None:
+    found: str | None = one["metadata"].get("labels", {}).get(FLEET_LABEL)
+    return found
 
 
 def _key(one: Object) -> tuple[str, str]:

@@ -35,7 +35,7 @@ from deploy.controller.resource import (
     RolloutStatus,
 )
 from deploy.controller.rollout import Side, Step, next_step, shrink
-from deploy.controller.scene import Scene, count, ready_routers, stamp
+from deploy.controller.scene import Scene, count, made_by, ready_routers, stamp
 from deploy.controller.words import (
     Action,
     Apply,
@@ -115,7 +115,7 @@ def plan(observed: Observed, now: float) -> Plan:
     draft.actions += agreement.actions
     for wanted in renderer.around():
         draft.apply(wanted, scene, observed.absent)
-    _remove_unwanted(draft, scene, spec, renderer)
+    _remove_unwanted(draft, scene, fleet, renderer)
 
     asked = revision(spec)
     failed = before.failed_revision if before.failed_revision == asked else ""
@@ -123,12 +123,14 @@ def plan(observed: Observed, now: float) -> Plan:
     if asked not in scene.records:
         number = 1 + max((int(one.get("revision", 0)) for one in scene.records.values()), default=0)
         draft.apply(renderer.record(asked, number), scene, observed.absent, "a new revision of spec")
-    specs = {name: shaped(one["data"]["spec"], spec) for name, one in scene.records.items()}
+    specs = _readable(scene, spec)
     specs[asked] = spec
+    if target not in specs:
+        target = asked  # What it would go back to cannot be made any more.
 
     step = _step(scene, specs, target, agreement.wanted, spec)
     rollout, why_failed = progress(before, scene, observed.judged, target, agreement.wanted, step, spec, now)
-    if why_failed and target == asked and before.revision in scene.records and before.revision != asked:
+    if why_failed and target == asked and before.revision in specs and before.revision != asked:
         failed, target = asked, before.revision
         draft.actions.append(Say("RolledBack", f"revision {asked} has failed: {why_failed}", "Warning"))
         step = _step(scene, specs, target, agreement.wanted, spec)
@@ -180,6 +182,18 @@ def plan(observed: Observed, now: float) -> Plan:
         draft.actions.append(TellFleet(status, step.why))
     busy = not step.complete or any(one.trouble for one in scene.workers) or len(draft.actions) > 0
     return Plan(tuple(draft.actions), BUSY_S if busy else QUIET_S)
+
+
+def _readable(scene: Scene, spec: FleetSpec) -> dict[str, FleetSpec]:
+    """By revision. One that another version of this controller wrote down may not be readable: its workers
+    stay as they are, and are only ever fewer."""
+    found = {}
+    for name, one in scene.records.items():
+        try:
+            found[name] = shaped(one["data"]["spec"], spec)
+        except (msgspec.ValidationError, KeyError, TypeError, AttributeError):
+            continue
+    return found
 
 
 def _step(
@@ -304,12 +318,14 @@ def _tell_pool(
         draft.actions.append(TellPool(name, status, f"{count.ready}/{count.wanted} ready"))
 
 
-def _remove_unwanted(draft: _Draft, scene: Scene, spec: FleetSpec, renderer: Renderer) -> None:
-    """What `spec` wants no more."""
+def _remove_unwanted(draft: _Draft, scene: Scene, fleet: Object, renderer: Renderer) -> None:
+    """What `spec` wants no more. Of what was made of this fleet only: others may have used its labels."""
     kept = {(one["kind"], one["metadata"]["name"]) for one in renderer.around()}
     changing = {DEPLOYMENTS.kind, GROUPS.kind, REVISIONS.kind, "FleetPool"}
     for kind, name in sorted(scene.by_name):
         idle_planner = (kind, name) == (DEPLOYMENTS.kind, f"{renderer.name}-planner")
+        if not made_by(scene.by_name[kind, name], fleet):
+            continue
         if (kind not in changing or idle_planner) and (kind, name) not in kept:
             resource = next((one for one in OWNED if one.kind == kind), None)
             if resource is not None:

@@ -413,12 +413,7 @@ class Renderer:
             # Exec form: the process is number 1 of its container, and hears SIGTERM itself.
             "command": ["python", "-m", module],
             "args": [*args, *chosen],
-            "env": [
-                {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-                {"name": "HOME", "value": "/tmp"},
-                *placed.env,
-            ],
+            "env": _environment(placed),
             "volumeMounts": mounts,
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -475,6 +470,19 @@ class Renderer:
         if spec.image_pull_secrets:
             pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]
         return pod
+
+
+def _environment(placed: Placed) -> list[Object]:
+    """Each name once, or the API server refuses the pod: the last one counts, as in a container. What flags
+    refer to is the controller's."""
+    own: list[Object] = [
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+    found: dict[str, Object] = {"HOME": {"name": "HOME", "value": "/tmp"}}
+    for one in placed.env:
+        found[str(one.get("name", ""))] = one
+    return [*own, *(one for name, one in found.items() if name not in ("POD_NAME", "POD_IP"))]
 
 
 def _resources(pool: Pool) -> Object:

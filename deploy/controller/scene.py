@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from deploy.controller.pods import Worker, condition, workers
-from deploy.controller.render import DEPLOYMENTS, GROUPS, REVISION_LABEL, REVISIONS, ROLE_LABEL, selector
+from deploy.controller.render import (
+    DEPLOYMENTS,
+    FLEET_LABEL,
+    GROUPS,
+    REVISION_LABEL,
+    REVISIONS,
+    ROLE_LABEL,
+    ROLES,
+    selector,
+)
 from deploy.controller.resource import PoolCount
 from deploy.controller.words import Observed
-from fleet.cluster import Object
+from fleet.cluster import FLEETS, Object
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,11 @@ class Scene:
                 continue
             by_name[one["kind"], meta["name"]] = one
             own = meta.get("labels", {})
+            # Labels may have been taken away by hand; whoever applies the object again sets them.
             if one["kind"] in (DEPLOYMENTS.kind, GROUPS.kind) and REVISION_LABEL in own:
-                sets[own[ROLE_LABEL], own[REVISION_LABEL]] = one
-            elif one["kind"] == REVISIONS.kind:
+                if own.get(ROLE_LABEL) in ROLES:
+                    sets[own[ROLE_LABEL], own[REVISION_LABEL]] = one
+            elif one["kind"] == REVISIONS.kind and REVISION_LABEL in own:
                 records[own[REVISION_LABEL]] = one
         return cls(by_name, workers(observed.pods, now), sets, records)
 
@@ -55,6 +66,24 @@ class Scene:
         if found is not None and found["kind"] == GROUPS.kind:
             return int(found.get("status", {}).get("readyReplicas", 0))
         return sum(one.ready for one in self.of_set(role, revision))
+
+
+def owned(live: Object, fleet: Object) -> bool:
+    """Whether what stands there is of this fleet: made by it, or left over by one of the same name. What
+    another controller owns, or nobody marked, is not."""
+    meta, uid = live["metadata"], fleet["metadata"]["uid"]
+    owner = next((one for one in meta.get("ownerReferences", []) if one.get("controller")), None)
+    if owner is not None and owner.get("uid") == uid:
+        return True
+    same = owner is None or (owner.get("kind"), owner.get("name")) == (FLEETS.kind, fleet["metadata"]["name"])
+    return same and bool(meta.get("labels", {}).get(FLEET_LABEL) == fleet["metadata"]["name"])
+
+
+def made_by(live: Object, fleet: Object) -> bool:
+    """Whether its owner is this very fleet."""
+    return any(
+        one.get("uid") == fleet["metadata"]["uid"] for one in live["metadata"].get("ownerReferences", [])
+    )
 
 
 def count(scene: Scene, role: str, target: str, wanted: int) -> PoolCount:

@@ -64,6 +64,11 @@ class WorkQueue:
         elif again_s > 0:
             self.add_later(key, again_s)
 
+    @property
+    def waiting(self) -> int:
+        """Keys whose turn it is, and that nobody has taken yet."""
+        return len(self._ready)
+
     def forget(self, key: str) -> None:
         """Its thing is gone."""
         self._failures.pop(key, None)

@@ -180,6 +180,7 @@ def test_the_controller_asks_for_no_right_that_it_does_not_use() -> None:
             s.create(monitoring={"podMonitor": True}, planner={"mode": "act"})
             await s.settle()
             assert s.store.one("roles", "demo-planner")["rules"][0]["resourceNames"] == ["demo"]  # type: ignore[index]
+            s.change(planner={"mode": "advise"})
             s.scale("demo-decode", 1)
             await s.until(lambda: s.fleet()["spec"]["decode"]["replicas"] == 1)
             s.change(image="pdfleet:2", monitoring={"podMonitor": False}, planner={"mode": "off"})

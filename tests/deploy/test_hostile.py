@@ -1,0 +1,321 @@
+"""What users and other programs do to a fleet's objects that nobody foresaw: nothing foreign is taken, and no
+fleet is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+from scene import SPEC, Scene
+from test_controller import counts, play
+
+from deploy.controller.crd import read_spec
+from deploy.controller.drift import differs
+from deploy.controller.plan import plan
+from deploy.controller.render import (
+    ACCOUNTS,
+    DEPLOYMENTS,
+    FLEET_LABEL,
+    REVISION_LABEL,
+    REVISIONS,
+    SERVICES,
+    Renderer,
+)
+from deploy.controller.words import Observed
+from fleet.cluster import FLEETS, JSON, MERGE, ClusterError, Object
+from planner.cluster import ClusterActuator, allowed
+from planner.words import Plan
+
+
+def test_what_somebody_else_made_is_not_taken() -> None:
+    """A fleet called as a Service, or as the namespace's own ServiceAccount, must not swallow it."""
+
+    async def story(s: Scene) -> None:
+        body = {"metadata": {"name": "default"}}
+        s.store.handle("POST", ACCOUNTS.path("default"), {}, body, JSON)
+        body = {
+            "metadata": {"name": "default"},
+            "spec": {"ports": [{"port": 80}], "selector": {"app": "web"}},
+        }
+        s.store.handle("POST", SERVICES.path("default"), {}, copy.deepcopy(body), JSON)
+        s.create("default")
+        await s.until(lambda: s.condition("Degraded", "default").get("status") == "True")
+        message = s.condition("Degraded", "default")["message"]
+        assert "is there already and not of this fleet" in message
+        await asyncio.sleep(600)
+        assert s.store.one("services", "default")["spec"] == body["spec"]
+        account = s.store.one("serviceaccounts", "default")
+        assert "ownerReferences" not in account["metadata"], "it would go with the fleet"
+        s.store.handle("DELETE", FLEETS.path("default", "default"), {}, None, JSON)
+        await asyncio.sleep(60)
+        assert s.store.one("serviceaccounts", "default") is not None
+
+    play(story)
+
+
+def test_two_fleets_whose_names_meet_do_not_fight() -> None:
+    """`a` has a Service a-workers; so would the fleet `a-workers`."""
+
+    async def story(s: Scene) -> None:
+        s.create("a")
+        await s.settle("a")
+        s.create("a-workers")
+        await s.until(
+            lambda: "a-workers is there already" in s.condition("Degraded", "a-workers").get("message", "")
+        )
+        headless = s.store.one("services", "a-workers")
+        assert headless["spec"]["clusterIP"] == "None"
+        before = len(s.store.writes)
+        await asyncio.sleep(600)
+        assert not [one for one in s.store.writes[before:] if one.endswith("services/a-workers")]
+        assert s.settled("a")
+
+    play(story)
+
+
+def test_a_fleet_deleted_and_made_again_at_once_comes_up() -> None:
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        first = s.fleet()["metadata"]["uid"]
+        s.store.handle("DELETE", FLEETS.path("default", "demo"), {}, None, JSON)
+        s.create()
+        await s.settle()
+        assert s.fleet()["metadata"]["uid"] != first
+        await s.until(lambda: (s.ready("prefill"), s.ready("decode"), s.ready("router")) == (1, 2, 1))
+
+    play(story)
+
+
+def test_leftovers_without_an_owner_are_gone_on_with() -> None:
+    """`kubectl delete --cascade=orphan`, and the same fleet again: its pods need not start anew."""
+
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        pods = {pod["metadata"]["name"] for pod in s.pods("decode")}
+        for (root, space, name), one in list(s.store._objects.items()):
+            if one["kind"] not in ("Pod", "InferenceFleet") and "ownerReferences" in one["metadata"]:
+                changed = copy.deepcopy(one)
+                del changed["metadata"]["ownerReferences"]
+                s.store._objects[root, space, name] = changed
+        s.store.handle("DELETE", FLEETS.path("default", "demo"), {}, None, JSON)
+        s.create()
+        await s.settle()
+        await asyncio.sleep(60)
+        assert {pod["metadata"]["name"] for pod in s.pods("decode")} == pods
+        uid = s.fleet()["metadata"]["uid"]
+        (service,) = [one for one in s.store.all("services") if one["metadata"]["name"] == "demo"]
+        assert [one["uid"] for one in service["metadata"]["ownerReferences"]] == [uid]
+
+    play(story)
+
+
+def test_a_users_own_objects_with_the_fleets_labels_stay() -> None:
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        labels = s.store.one("services", "demo")["metadata"]["labels"]
+        body = {"metadata": {"name": "mine", "labels": labels}, "spec": {"ports": [{"port": 80}]}}
+        s.store.handle("POST", SERVICES.path("default"), {}, body, JSON)
+        await asyncio.sleep(120)
+        assert s.store.one("services", "mine") is not None
+
+    play(story)
+
+
+def test_labels_and_annotations_taken_away_by_hand_stop_nothing() -> None:
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        for resource in (DEPLOYMENTS, REVISIONS, SERVICES):
+            for one in s.store.all(resource.plural):
+                meta = one["metadata"]
+                for part in ("labels", "annotations"):
+                    for key in meta.get(part, {}):
+                        if resource is REVISIONS and key not in (FLEET_LABEL, REVISION_LABEL):
+                            continue  # Nobody reads them.
+                        body = {"metadata": {part: {key: None}}}
+                        s.store.handle("PATCH", resource.path("default", meta["name"]), {}, body, MERGE)
+                        await asyncio.sleep(10)
+                        again = s.store.one(resource.plural, meta["name"])
+                        assert again is not None
+                        assert key in again["metadata"].get(part, {}), f"{meta['name']} has {key} again"
+        s.change(decode={"replicas": 3})
+        await s.settle()
+        assert s.ready("decode") == 3
+        assert all("labels" in one["metadata"] for one in s.store.all("services"))
+
+    play(story)
+
+
+def test_pods_edited_by_hand_stop_nothing() -> None:
+    async def story(s: Scene) -> None:
+        s.create(decode={"replicas": 4})
+        await s.settle()
+        (first, second, third, _) = s.pods("decode")
+        path = "/api/v1/namespaces/default/pods/"
+        for pod, change in (
+            (first, {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "junk"}}),
+            (second, {"labels": {"pdfleet.dev/role": "other"}}),
+            (third, {"labels": {"pdfleet.dev/revision": "ffffffffff"}}),
+        ):
+            s.store.handle("PATCH", path + pod["metadata"]["name"], {}, {"metadata": change}, MERGE)
+            await asyncio.sleep(30)
+        s.change(decode={"replicas": 1})
+        await asyncio.sleep(300)
+        assert counts(s) == (1, 1)
+        (deployment,) = [one for one in s.store.all("deployments") if "-decode-" in one["metadata"]["name"]]
+        assert deployment["spec"]["replicas"] == 1
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"spec": None},
+        {"spec": {"image": 3}, "rendering": 1},
+        {"spec": {"old": "field"}, "rendering": 0},
+        None,
+    ],
+)
+def test_a_revision_that_cannot_be_read_stops_nothing(data: Object | None) -> None:
+    """Written down by another version of the controller; its fleet has unknown fields, too."""
+    fleet: Object = {
+        "metadata": {
+            "name": "demo",
+            "namespace": "default",
+            "uid": "u",
+            "generation": 1,
+            "resourceVersion": "1",
+        },
+        "spec": {**copy.deepcopy(SPEC), "formerly": {"a": 1}, "decode": {"replicas": 2, "colour": "blue"}},
+        "status": {"revision": "0123456789", "unheardOf": True, "conditions": [{"type": "Odd"}]},
+    }
+    record = Renderer(fleet, read_spec(fleet)).record("0123456789", 1)
+    record["data"] = data
+    made = plan(Observed(fleet, (record,), ()), 1_790_000_000.0)
+    assert made.actions
+
+
+def test_an_autoscaler_does_not_fight_the_planner() -> None:
+    async def story(s: Scene) -> None:
+        s.create(planner={"mode": "act"})
+        await s.settle()
+        for _ in range(20):
+            s.scale("demo-decode", 7)
+            await asyncio.sleep(15)
+            assert counts(s) == (1, 2)
+        events = [one for one in s.store.all("events") if one["reason"] == "ScaleRefused"]
+        assert len(events) == 1
+        assert "the planner decides" in events[0]["message"]
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("rules", "plan", "found"),
+    [
+        ({"prefill": {"minReplicas": 2, "replicas": 2}}, (1, 5), (2, 5)),
+        ({"decode": {"maxReplicas": 3}}, (2, 9), (2, 3)),
+        (
+            {"budget": {"gpus": 4}, "prefill": {"gpus": 1}, "decode": {"gpus": 1, "replicas": 2}},
+            (1, 9),
+            (1, 3),
+        ),
+        # More runs already than the budget that was set since allows: nothing grows.
+        (
+            {"budget": {"gpus": 1}, "prefill": {"gpus": 1}, "decode": {"gpus": 1, "replicas": 2}},
+            (2, 3),
+            (1, 2),
+        ),
+        ({"budget": {"gpus": 0}}, (3, 4), (3, 4)),
+    ],
+)
+def test_a_plan_keeps_to_the_fleets_rules(
+    rules: Object, plan: tuple[int, int], found: tuple[int, int]
+) -> None:
+    counts, why = allowed(Plan(*plan, "it grows", 0.0), {"prefill": {}, "decode": {}, **rules})
+    assert counts == found
+    assert bool(why) == (counts != plan)
+
+
+def test_one_pool_at_its_limit_does_not_hold_the_other_one_up() -> None:
+    async def story(s: Scene) -> None:
+        s.create(planner={"mode": "act"}, prefill={"replicas": 2, "minReplicas": 2})
+        await s.settle()
+        actuator = ClusterActuator(s.api, "default", "demo")
+        seen = await actuator.current()
+        assert await actuator.apply(Plan(1, 5, "decode is short", 0.0), seen, None)
+        assert counts(s) == (2, 5)
+        seen = await actuator.current()
+        before = len(s.store.writes)
+        assert not await actuator.apply(Plan(1, 5, "decode is short", 0.0), seen, None)
+        assert len(s.store.writes) == before, "the API server is not asked again for what it would refuse"
+
+    play(story)
+
+
+def test_variables_are_named_once() -> None:
+    fleet: Object = {
+        "metadata": {"name": "demo", "namespace": "default", "uid": "u"},
+        "spec": copy.deepcopy(SPEC),
+    }
+    secret = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    fleet["spec"]["decode"] = {
+        "env": [{"name": "HOME", "value": "/data"}, {"name": "POD_IP", "value": "1.2.3.4"}, secret, secret]
+    }
+    made = Renderer(fleet, read_spec(fleet)).workers("decode", "r", 1)
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    names = [one["name"] for one in container["env"]]
+    assert sorted(names) == ["HOME", "POD_IP", "POD_NAME", "TOKEN"]
+    found = {one["name"]: one for one in container["env"]}
+    assert found["HOME"]["value"] == "/data"
+    assert "valueFrom" in found["POD_IP"], "flags refer to it"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ("1024Pi", "1Ei"),
+        ("1E3", "1e3"),
+        ("1000", "1e3"),
+        ("0.5", "500m"),
+        (".5", "500m"),
+        ("1.", "1"),
+        ("1000u", "1m"),
+    ],
+)
+def test_quantities_that_the_api_server_writes_otherwise_are_no_drift(asked: str, kept: str) -> None:
+    assert differs({"memory": asked}, {"memory": kept}) is None
+    assert differs({"memory": asked}, {"memory": "7"}) is not None
+
+
+@pytest.mark.parametrize("name", ["a" * 41, "a" * 253, "Größe", "é", "a.b", "-a", "a-"])
+def test_names_of_which_no_others_can_be_made_are_refused(name: str) -> None:
+    async def story(s: Scene) -> None:
+        with pytest.raises(ClusterError, match=r"metadata\.name"):
+            s.create(name)
+
+    play(story)
+
+
+def test_the_longest_name_works() -> None:
+    async def story(s: Scene) -> None:
+        s.create("a" * 40)
+        await s.settle("a" * 40)
+
+    play(story)
+
+
+@pytest.mark.parametrize("count", [-1, 10_001, 2**63])
+def test_counts_that_are_slips_are_refused(count: int) -> None:
+    async def story(s: Scene) -> None:
+        s.create(budget={"gpus": 1_000_000})
+        with pytest.raises(ClusterError, match="replicas"):
+            s.change(decode={"replicas": count})
+
+    play(story)
