@@ -54,7 +54,11 @@ _SEARCH = (
     ),
     click.option(
         "--requests", type=click.IntRange(20), metavar="N",
-        help="Conversations of each simulation.  [default: 300 to 3,000, by rate and answers]",
+        help="Conversations of each simulation.  [default: 100 to 3,000, by rate, answers and --effort]",
+    ),
+    click.option(
+        "--effort", "effort_s", type=click.FloatRange(1), default=60.0, show_default=True, metavar="SECONDS",
+        help="Of a processor, about, for all simulations; what is found does not depend on its speed.",
     ),
     click.option(
         "--step-tokens", type=click.IntRange(2), default=8192, show_default=True,
@@ -80,8 +84,8 @@ def plan(target: Target, only_estimate: bool, **given: Any) -> None:
     from fleetctl.sim.plan_report import as_dict, table
 
     try:
-        planning = planning_of(given)
         with Progress(target.as_json) as progress:
+            planning = planning_of(given)
             if not only_estimate:
                 planning.search(progress.show)
     except ValueError as error:
@@ -112,6 +116,7 @@ def planning_of(given: Mapping[str, Any]) -> Planning:
         given["block_size"],
         given["requests"],
         given["warm_up_s"],
+        given["effort_s"],
     )
     lines = trace_lines(plan.source.trace) if plan.source.trace else ()
     return Planning(plan, lines, devices, kv_bytes, wanted)
@@ -173,12 +178,10 @@ class Progress:
 
         console = terminal(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=console, transient=True, auto_refresh=False)
+        self._bar = Bar(*columns, console=console, transient=True)
         self._shown = not quiet and console.is_terminal
         self._task = self._bar.add_task("work alone", total=None)
-        self._seen = 0
         self._runs = 0
-        self._title = ""
 
     def __enter__(self) -> Progress:
         if self._shown:
@@ -190,10 +193,8 @@ class Progress:
             self._bar.stop()
 
     def show(self, title: str, ended: int, total: int) -> None:
-        self._seen += 1
         if ended == 1:
             self._runs += 1
-        if self._shown and (self._seen % 20 == 0 or ended == 1):
+        if self._shown:
             told = f"simulation {self._runs}: {title}"
             self._bar.update(self._task, description=told, completed=ended, total=total)
-            self._bar.refresh()

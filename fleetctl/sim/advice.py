@@ -87,6 +87,8 @@ class Found:
     arrangement: Arrangement
     search: Search
     skipped: str = ""
+    """Why fewer GPUs than those that another needs cannot come of it; empty: they may."""
+    unfinished: str = ""
     """Why it was not searched to its end; empty: it was."""
 
     @property
@@ -109,6 +111,8 @@ def advise(founds: Sequence[Found], target: float) -> Advice:
     """Fewest GPUs; of as many, the highest attainment."""
     passed = [(one.gpus, one.best, one) for one in founds if one.gpus is not None and one.best is not None]
     if not passed:
+        if any(one.unfinished for one in founds):
+            return Advice(None, f"nothing that was simulated attains {target:.0%}, and --effort is used up")
         return Advice(None, f"no fleet of as many GPUs as are allowed attains {target:.0%}")
     gpus, best, chosen = min(passed, key=lambda one: (one[0], -one[1].attainment))
     why = f"{gpus} GPUs, and {best.attainment:.1%} attain"
@@ -122,8 +126,12 @@ def advise(founds: Sequence[Found], target: float) -> Advice:
             why += f"; {other} needs as many, and {rival.attainment:.1%} attain there: little between them"
     elif any(one.arrangement.apart is not chosen.arrangement.apart and one.skipped for one in founds):
         why += f"; {other} would need more by its work alone"
+    elif any(one.arrangement.apart is not chosen.arrangement.apart and one.unfinished for one in founds):
+        why += f"; of {other} none was found that does, in the effort that was allowed"
     else:
         why += f"; {other} does not attain {target:.0%}"
+    if chosen.unfinished:
+        why += "; fewer may do: --effort was used up"
     return Advice(chosen, f"{mine}: {why}")
 
 

@@ -40,14 +40,17 @@ def as_dict(session: Planning) -> dict[str, Any]:
         "requests": len(session.played),
         "warm_up_s": round(session.warm_up_s, 2),
         "seed": session.plan.source.seed,
+        "effort_s": session.wanted.effort_s,
+        "spent_s": round(session.spent_s, 1),
     }
     said["searches"] = [
         {
             **_arrangement(found.arrangement),
             **({"best": _trial(found.best, found.arrangement)} if found.best is not None else {}),
             **({"skipped": found.skipped} if found.skipped else {}),
+            **({"unfinished": found.unfinished} if found.unfinished else {}),
             "trials": [_trial(one, found.arrangement) for one in found.search.trials],
-            "ended": found.skipped or found.search.next().why,
+            "ended": found.skipped or found.unfinished or found.search.next().why,
         }
         for found in session.founds
     ]
@@ -141,7 +144,12 @@ def _searched(said: Mapping[str, Any]) -> list[RenderableType]:
             )  # fmt: skip
     run = said["simulated"]
     notes = f"{run['requests']:,} conversations each, after {run['warm_up_s']:.3g} s of warm-up; p50 / p99"
-    skipped = [f"{_kind(one)}: {one['skipped']}" for one in said["searches"] if "skipped" in one]
+    skipped = [
+        f"{_kind(one)}: {one[why]}"
+        for one in said["searches"]
+        for why in ("skipped", "unfinished")
+        if why in one
+    ]
     others = [f"{one['step_tokens']}: {one['attainment']:.1%}" for one in said["other_steps"]]
     steps = [f"attained with other steps of prefill workers, {', '.join(others)}"] if others else []
     return [made, *(Text(one, style="dim") for one in (notes, *steps, *skipped))]

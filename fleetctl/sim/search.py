@@ -1,8 +1,8 @@
 """The fewest workers with which enough requests attain: which fleet to play next, and when it is known. Pure.
 
-From where the estimate begins, workers are added on the side that misses, until a fleet passes; then taken
-away again, one by one, while it still passes. A fleet with as many or fewer workers on both sides than one
-that failed is supposed to fail, too.
+From where the estimate begins, workers are added on the side that misses, or on the other one where that does
+not help, until a fleet passes; then taken away again, one by one, while it still passes. A fleet with as many
+or fewer workers on both sides than one that failed is supposed to fail, too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Search:
             return Next(self.start, "what the work alone needs")
         best = self.best
         if best is None:
-            return self._more(self.trials[-1])
+            return self._more()
         shape = best.shape
         if shape.prefill:
             prefill = self._fewer(shape.prefill, self.start.prefill, lambda one: one.prefill, shape, True)
@@ -88,22 +88,39 @@ class Search:
     def _down(self, passed: Shape, fewer: Shape, side: str) -> Next:
         return Next(fewer, f"{passed} passes: {passed.workers - fewer.workers} {side} fewer")
 
-    def _more(self, last: Trial) -> Next:
-        """Workers for the side that misses more: a few at once where much is missed."""
-        add = max(1, math.ceil((self.target - last.attainment) / 4 * last.shape.workers))
-        late = last.missed_by.get("tpot", 0) + last.missed_by.get("itl", 0)
+    def _more(self) -> Next:
+        """Workers for the side that misses more, a few at once where much is missed; for the other one where
+        that was tried and did not help: who waits for a full decode pool misses TTFT, too."""
+        base = max(self.trials, key=lambda one: (one.attainment, -one.shape.workers))
+        shape = base.shape
+        add = max(1, math.ceil((self.target - base.attainment) / 4 * shape.workers))
+        largest = max((one.shape for one in self.trials), key=lambda one: one.workers)
+        room = self.most - largest.workers
+        if room <= 0:
+            return Next(None, f"not even {largest} attains {self.target:.0%}, and no more are allowed")
+        add = min(add, self.most - shape.workers)
+        late = base.missed_by.get("tpot", 0) + base.missed_by.get("itl", 0)
         # A request that was refused, or waited too long, waited for its prompt.
-        first = sum(last.missed_by.values()) - late
-        add = min(add, self.most - last.shape.workers)
-        if add <= 0:
-            return Next(None, f"not even {last.shape} attains {self.target:.0%}, and no more are allowed")
-        if last.shape.prefill and first >= late:
-            more, kind = Shape(last.shape.prefill + add, last.shape.decode), "prefill"
-        else:
-            more, kind = Shape(last.shape.prefill, last.shape.decode + add), "decode"
-        kind = kind if last.shape.prefill else "aggregated"
-        what = "TTFT" if first >= late else "TPOT"
-        return Next(more, f"{last.shape} misses {what} most: {add} more {kind}")
+        first = sum(base.missed_by.values()) - late
+        missed = f"{shape} misses {'TTFT' if first >= late else 'TPOT'} most"
+        if not shape.prefill:
+            more = Shape(0, largest.decode + min(add, room))
+            return Next(more, f"{missed}: {more.decode - shape.decode} more aggregated")
+        prefill, decode = Shape(shape.prefill + add, shape.decode), Shape(shape.prefill, shape.decode + add)
+        tried = [one.shape for one in self.trials]
+        more_prefill = any(one.prefill > shape.prefill and one.decode == shape.decode for one in tried)
+        more_decode = any(one.decode > shape.decode and one.prefill == shape.prefill for one in tried)
+        if not more_prefill and (first >= late or more_decode):
+            helped = "; more decode did not help" if first < late else ""
+            return Next(prefill, f"{missed}{helped}: {add} more prefill")
+        if not more_decode:
+            helped = "; more prefill did not help" if first >= late else ""
+            return Next(decode, f"{missed}{helped}: {add} more decode")
+        while (both := Shape(shape.prefill + add, shape.decode + add)) in tried:
+            add *= 2
+        if both.workers > self.most:
+            return Next(None, f"more than {shape} does not help, and no more are allowed")
+        return Next(both, f"{missed}, and more on one side did not help: {add} more on both")
 
     def _fewer(
         self, now: int, estimate: int, of: Callable[[Shape], int], shape: Shape, prefill: bool

@@ -123,6 +123,42 @@ def test_a_search_without_a_way_out_ends_and_says_so() -> None:
     assert "not even 6 aggregated attains 95%" in step.why
 
 
+def test_a_search_adds_to_the_other_side_where_more_of_the_one_that_misses_does_not_help() -> None:
+    # With one decode worker, requests wait at the router for a place in its batch: TTFT is missed.
+    search, played = Search(Workers(1, 1), most=256), 0
+    while (step := search.next()).shape is not None:
+        played += 1
+        full = step.shape.decode < 2
+        noise = (step.shape.prefill % 3) / 100
+        search.apply(Trial(step.shape, 0.6 + noise if full else 1.0, {"ttft": 34} if full else {}))
+    assert search.best is not None
+    assert search.best.shape == Workers(1, 2)
+    assert played < 10
+
+
+def test_an_effort_bounds_what_is_simulated_and_says_so() -> None:
+    whole, little = planned(rate=12), planned(rate=12, effort_s=1.0)
+    assert little.spent_s < whole.spent_s <= 60
+    # One of each way is always played.
+    assert {one.arrangement.apart for one in little.founds if one.search.trials} == {True, False}
+    said = as_dict(little)
+    assert any("--effort 1" in one.get("unfinished", "") for one in said["searches"])
+    assert "in the effort that was allowed" in said["why"]
+    assert not any("unfinished" in one for one in as_dict(whole)["searches"])
+    shown = Console(width=80, file=io.StringIO())
+    with shown.capture() as text:
+        shown.print(table(said | {"model": "m", "gpu": "g"}))
+    assert "--effort 1" in text.get()
+
+
+def test_long_answers_are_played_by_fewer_requests() -> None:
+    kind = Kind(prompt=Amount.parse("500"), output=Amount.parse("2000"))
+    source = Source(arrivals=Arrivals.steady(2.0), kinds=(kind,), seed=3)
+    made = Planning(Plan(source, {}, Objectives()), (), {1: DEVICE}, 1e5, Wanted(step_tokens=512))
+    assert len(made.played) == 100
+    assert made.one_run.seconds(2) < 15
+
+
 def planned(rate: float, **wanted: object) -> Planning:
     kind = Kind(prompt=Amount.parse("200..800"), output=Amount.parse("20..60"))
     source = Source(arrivals=Arrivals.steady(rate), kinds=(kind,), seed=3)
