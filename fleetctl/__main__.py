@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
@@ -33,6 +36,24 @@ class InOrder(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """With `--json` also wrong usage, and an interrupt, are told as an object."""
+        given = list(sys.argv[1:] if args is None else args)
+        if "--json" not in given or not extra.get("standalone_mode", True):
+            return super().main(args, *rest, **extra)
+        try:
+            code = super().main(given, *rest, **{**extra, "standalone_mode": False})
+        except click.ClickException as error:
+            code = _said(type(error).__name__, error.format_message(), error.exit_code)
+        except click.Abort:
+            code = _said("Interrupted", "interrupted before it was done", 1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _said(kind: str, message: str, code: int) -> int:
+    click.echo(json.dumps({"error": {"type": kind, "message": message}}))
+    return code
 
 
 @click.group(

@@ -34,8 +34,12 @@ class Server:
     """Of that, the longest for a connection to be made."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # half an IPv6 address, or a port that is no number
+            known = False
+        if not known:
             raise BadRequest(
                 f"{self.url!r} is no base URL; one looks like http://127.0.0.1:8000", param="url"
             )

@@ -160,12 +160,18 @@ def device_of(given: Mapping[str, Any]) -> tuple[Speed, float, int]:
     path: Path | None = given["calibration"]
     if path is None:
         return roofline, model.kv_bytes, kv_tokens
-    lines = path.read_text().splitlines()
-    if lines and lines[0].startswith("model,hardware"):
-        samples = splitwise_samples(lines, given["model"], f"{given['gpu']}-80gb", given["gpus"])
-    else:
-        samples = benchmark_samples(lines)
-    return fit(samples), model.kv_bytes, kv_tokens
+    try:
+        lines = path.read_text().splitlines()
+        if lines and lines[0].startswith("model,hardware"):
+            samples = splitwise_samples(lines, given["model"], f"{given['gpu']}-80gb", given["gpus"])
+        else:
+            samples = benchmark_samples(lines)
+        return fit(samples), model.kv_bytes, kv_tokens
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--calibration {path}: {error}; it takes what `python -m benchmarks engine` printed, or "
+            "Splitwise's CSV"
+        ) from None
 
 
 def _known(name: str, table: Mapping[str, Any], what: str) -> Any:

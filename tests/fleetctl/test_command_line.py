@@ -95,6 +95,25 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], names: str, tmp_path: 
     assert names in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "names"),
+    [
+        (["plan", "--rate", "abc"], 2, "--rate"),
+        (["plan", "--nosuch"], 2, "--nosuch"),
+        (["nosuch"], 2, "nosuch"),
+        (["scale", "prefill=x"], 2, "prefill"),
+        (["bench", "--url", "http://[::1"], 1, "http://127.0.0.1:8000"),
+        (["bench", "--url", "http://127.0.0.1:x"], 1, "http://127.0.0.1:8000"),
+        (["plan", "--calibration", sys.executable, "--gpus", "1"], 1, sys.executable),
+    ],
+)
+def test_with_json_every_error_is_an_object(arguments: list[str], code: int, names: str) -> None:
+    ended, out, errors = run(*arguments, "--json")
+    assert ended == code
+    assert names in json.loads(out)["error"]["message"]
+    assert not errors
+
+
 def test_an_unknown_model_is_named_before_anything_is_started(tmp_path: Path) -> None:
     code, _, err = run("up", "--model", "no-such-model", "--port", "0", state=tmp_path / "state")
     assert code == 1
