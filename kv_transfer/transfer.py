@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,9 +16,10 @@ from fleet.handoff import Holder, KvTicket
 from fleet.ids import Incarnation, LeaseId, WorkerId, new_lease_id
 from fleet.metrics import SHORT_S, Buckets, Family, histogram
 from fleet.tls import Tls
+from kv_transfer.budget import Budget
 from kv_transfer.lease import Ended, LeaseTable
 from kv_transfer.loopback import LoopbackHub, LoopbackTransport
-from kv_transfer.messages import BORROWED_BLOCKS, OPEN_READS
+from kv_transfer.messages import BORROWED_BLOCKS
 from kv_transfer.plan import Chunk, Pulled, plan_pull
 from kv_transfer.pull_speed import PullSpeed
 from kv_transfer.region import Region, checksums
@@ -99,7 +100,7 @@ class Transfer:
         self._read_number = 0
         self._sweep: asyncio.TimerHandle | None = None
         self._paths: dict[tuple[WorkerId, Incarnation, str], asyncio.Task[_Path]] = {}
-        self._budgets: dict[tuple[WorkerId, Incarnation], _Budget] = {}
+        self._budgets: dict[tuple[WorkerId, Incarnation], Budget] = {}
         self._kept: Counter[LeaseId] = Counter()
         self._pulls = 0
         self._calm = asyncio.Event()
@@ -524,7 +525,7 @@ class Transfer:
 
     async def _read_all(self, connection: Connection, ticket: KvTicket, chunks: Sequence[Chunk]) -> None:
         key = (ticket.worker, ticket.incarnation)
-        budget = self._budgets.setdefault(key, _Budget(self.settings.in_flight_bytes))
+        budget = self._budgets.setdefault(key, Budget(self.settings.in_flight_bytes))
         budget.users += 1
         try:
             if len(chunks) == 1:
@@ -550,7 +551,7 @@ class Transfer:
             if not budget.users:
                 self._budgets.pop(key, None)
 
-    async def _read(self, connection: Connection, lease: LeaseId, chunk: Chunk, budget: _Budget) -> None:
+    async def _read(self, connection: Connection, lease: LeaseId, chunk: Chunk, budget: Budget) -> None:
         size = len(chunk.positions) * self.region.block_bytes
         await budget.take(size)
         try:
@@ -665,55 +666,6 @@ class _Path:
 async def _all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
     if tasks:
         await asyncio.wait(tasks)
-
-
-class _Budget:
-    """Bytes and requests in flight from one source, first come first served; one is always let through."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
-        self._open = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self.users = 0
-
-    def _fits(self, size: int) -> bool:
-        room = self._open < OPEN_READS // 2 and self._used + size <= self._limit
-        return room or not self._open
-
-    async def take(self, size: int) -> None:
-        if self._queue or not self._fits(size):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._queue.append((size, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.cancelled():
-                    self._wake()  # skips it
-                else:
-                    self.give(size)
-                raise
-        else:
-            self._count(size)
-
-    def give(self, size: int) -> None:
-        self._open -= 1
-        self._used -= size
-        self._wake()
-
-    def _count(self, size: int) -> None:
-        self._open += 1
-        self._used += size
-
-    def _wake(self) -> None:
-        while self._queue:
-            size, turn = self._queue[0]
-            if not turn.cancelled():
-                if not self._fits(size):
-                    return
-                self._count(size)
-                turn.set_result(None)
-            self._queue.popleft()
 
 
 class _Serving:
