@@ -37,8 +37,10 @@ RULES: list[Object] = [
 """All that the controller may do, in any namespace; no Secrets, no exec, no nodes."""
 
 
-def installation(image: str, namespace: str = NAMESPACE, replicas: int = 2) -> list[Object]:
-    """In the order in which they are to be applied."""
+def installation(
+    image: str, namespace: str = NAMESPACE, replicas: int = 2, pull_secrets: Sequence[str] = ()
+) -> list[Object]:
+    """In the order in which they are to be applied. `pull_secrets`: names, to bring the image with."""
     labels = {"app.kubernetes.io/name": CONTROLLER, "app.kubernetes.io/part-of": "pdfleet"}
 
     def one(api: str, kind: str, name: str, spaced: bool = True, **parts: object) -> Object:
@@ -47,6 +49,9 @@ def installation(image: str, namespace: str = NAMESPACE, replicas: int = 2) -> l
             meta["namespace"] = namespace
         return {"apiVersion": api, "kind": kind, "metadata": meta, **parts}
 
+    deployment = _deployment(image, labels, namespace, replicas)
+    if pull_secrets:
+        deployment["template"]["spec"]["imagePullSecrets"] = [{"name": name} for name in pull_secrets]
     rbac = "rbac.authorization.k8s.io"
     subject = [{"kind": "ServiceAccount", "name": CONTROLLER, "namespace": namespace}]
     return [
@@ -81,7 +86,7 @@ def installation(image: str, namespace: str = NAMESPACE, replicas: int = 2) -> l
             "policy/v1", "PodDisruptionBudget", CONTROLLER,
             spec={"maxUnavailable": 1, "selector": {"matchLabels": labels}},
         ),
-        one("apps/v1", "Deployment", CONTROLLER, spec=_deployment(image, labels, namespace, replicas)),
+        one("apps/v1", "Deployment", CONTROLLER, spec=deployment),
     ]  # fmt: skip
 
 
@@ -174,7 +179,13 @@ def _deployment(image: str, labels: dict[str, str], namespace: str, replicas: in
     }
 
 
-def example(image: str, name: str = "demo", model: str = "smollm2", served: str = "smollm2") -> Object:
+def example(
+    image: str,
+    name: str = "demo",
+    model: str = "smollm2",
+    served: str = "smollm2",
+    pull_secrets: Sequence[str] = (),
+) -> Object:
     """A fleet of one prefill and one decode worker, to begin with."""
     return {
         "apiVersion": f"{GROUP}/v1alpha1",
@@ -182,6 +193,7 @@ def example(image: str, name: str = "demo", model: str = "smollm2", served: str 
         "metadata": {"name": name},
         "spec": {
             "image": image,
+            **({"imagePullSecrets": list(pull_secrets)} if pull_secrets else {}),
             "model": {"path": model, "name": served},
             "control": {"etcd": "etcd:2379", "nats": "nats://nats:4222"},
             "prefill": {"replicas": 1},

@@ -19,6 +19,13 @@ PARTS = ("crds", "controller", "fleet")
     "--model", default="smollm2", show_default=True, help="What the fleet serves, as seen in a pod."
 )
 @click.option("--served-model-name", default="", help="What clients call it; the model's own by default.")
+@click.option(
+    "--pull-secret",
+    "pull_secrets",
+    multiple=True,
+    metavar="NAME",
+    help="Secret to pull the image with, in the namespace of who uses it; several times for several.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: a List.")
 def manifests(
     parts: tuple[str, ...],
@@ -28,6 +35,7 @@ def manifests(
     name: str,
     model: str,
     served_model_name: str,
+    pull_secrets: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Print what a Kubernetes cluster needs: definitions, controller and a fleet, or the parts named.
@@ -43,14 +51,14 @@ def manifests(
     chosen = parts or PARTS
     objects = []
     if "controller" in chosen:
-        installed = installation(image, namespace, replicas)
+        installed = installation(image, namespace, replicas, pull_secrets)
         kind = "CustomResourceDefinition"
         objects += [one for one in installed if "crds" in chosen or one["kind"] != kind]
     elif "crds" in chosen:
         objects += definitions()
     if "fleet" in chosen:
         served = served_model_name or model.rstrip("/").rpartition("/")[2]
-        objects.append(example(image, name, model, served))
+        objects.append(example(image, name, model, served, pull_secrets))
     if as_json:
         click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from kubernetes_tools import find
 from scene import Scene
 from test_render import check
 
-from deploy.controller.install import installation
+from deploy.controller.install import example, installation
+from deploy.controller.render import FLEET_LABEL
 from fleet.cluster import FLEETS, JSON, Object
 from fleet.virtual_time import run
 
@@ -70,12 +72,58 @@ def test_chart_and_plain_manifests_install_the_same(tmp_path: Path) -> None:
     assert sorted(rendered(tmp_path), key=key) == sorted(plain, key=key)
 
 
+def test_servers_that_come_along_let_in_pods_of_fleets_only(tmp_path: Path) -> None:
+    """They know no users: whoever reaches them may write who is there."""
+    objects = rendered(tmp_path, *DEMO)
+    policies = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "NetworkPolicy"}
+    served = [one for one in objects if one["metadata"]["name"] in ("release-etcd", "release-nats")]
+    pods = [one["spec"]["template"] for one in served if one["kind"] in ("StatefulSet", "Deployment")]
+    assert len(pods) == 2
+    for pod in pods:
+        own = pod["metadata"]["labels"]
+        (policy,) = [one for one in policies.values() if one["podSelector"]["matchLabels"] == own]
+        assert policy["policyTypes"] == ["Ingress"]
+        ((way,),) = [one["from"] for one in policy["ingress"]]
+        assert way == {"podSelector": {"matchExpressions": [{"key": FLEET_LABEL, "operator": "Exists"}]}}
+
+
+def test_the_image_is_pulled_with_what_is_given(tmp_path: Path) -> None:
+    objects = rendered(
+        tmp_path, *DEMO, "image.pullSecrets[0].name=registry", "controller.nodeSelector.pool=system",
+        "controller.tolerations[0].key=system", "controller.tolerations[0].operator=Exists",
+    )  # fmt: skip
+    (controller,) = [one for one in objects if one["metadata"]["name"] == "pdfleet-controller"
+                     and one["kind"] == "Deployment"]  # fmt: skip
+    check(controller)
+    pod = controller["spec"]["template"]["spec"]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["nodeSelector"] == {"pool": "system"}
+    assert pod["tolerations"] == [{"key": "system", "operator": "Exists"}]
+    (fleet,) = [one for one in objects if one["kind"] == "InferenceFleet"]
+    assert fleet["spec"]["imagePullSecrets"] == ["registry"]
+    plain = installation("pdfleet:0.1.0", "serving", pull_secrets=["registry"])[-1]
+    assert plain["spec"]["template"]["spec"]["imagePullSecrets"] == pod["imagePullSecrets"]
+    assert example("image:1", pull_secrets=["registry"])["spec"]["imagePullSecrets"] == ["registry"]
+
+
+def test_every_value_has_its_line(tmp_path: Path) -> None:
+    """A comment above it or above its neighbour, and a place in the schema."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name, value in values.items():
+        if isinstance(value, dict):
+            assert set(value) == set(schema["properties"][name]["properties"]), name
+        else:
+            assert name in schema["properties"]
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
         ("controller.replicas=0", "minimum"),
         ("contoller.replicas=2", "contoller"),
         ("fleet.name=Demo", "pattern"),
+        ("image.pullSecrets[0].nme=x", "nme"),
         ("fleet.create=true", "fleet.spec.control (etcd and nats) is needed"),
     ],
 )

@@ -265,6 +265,8 @@ def test_compose_gives_processes_flags_that_they_know() -> None:
         load(settings, service["command"][3:], {})
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
+        # What is compiled there is loaded from there; Docker mounts noexec unless it is told otherwise.
+        assert service["tmpfs"] == (["/tmp"] if name == "router" else ["/tmp:exec"])
     assert all(port.startswith("127.0.0.1:") for port in services["router"]["ports"])
 
 
@@ -272,6 +274,9 @@ def test_image_is_not_root_and_has_every_room() -> None:
     text = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
     last = text.split("\nFROM ")[-1]
     assert "USER 10001:10001" in last
+    # Kernels of the CPU, and Triton's launchers, are compiled where they run; HOME is where they lie.
+    assert {"gcc", "libc6-dev"} <= set(last.split())
+    assert "HOME=/tmp" in last
     assert "ENTRYPOINT" not in text
     wheel = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
     for room in (line.strip(' ",') for line in wheel.splitlines() if line.strip()):
