@@ -38,13 +38,16 @@ def logs(target: Target, name: str | None, follow: bool, lines: int) -> None:
         text, ends[path] = _read(path, 0)
         for line in deque(text.splitlines(), maxlen=lines):
             _show(target, path, line, bare=name == path.stem)
-    while follow:
-        # Polled: new logs appear as workers come, and a tenth of a second is soon enough for eyes.
-        time.sleep(0.1)
-        for path in chosen(folder, name):
-            text, ends[path] = _read(path, ends.get(path, 0))
-            for line in text.splitlines():
-                _show(target, path, line, bare=name == path.stem)
+    try:
+        while follow:
+            # Polled: new logs appear as workers come, and a tenth of a second is soon enough for eyes.
+            time.sleep(0.1)
+            for path in chosen(folder, name):
+                text, ends[path] = _read(path, ends.get(path, 0))
+                for line in text.splitlines():
+                    _show(target, path, line, bare=name == path.stem)
+    except KeyboardInterrupt:
+        return  # This is how one ends it.
 
 
 def chosen(folder: Path, name: str | None) -> list[Path]:

@@ -268,9 +268,14 @@ class Callers:
     def asked(self, caller: Caller, headers: Iterable[tuple[bytes, bytes]], deadline_s: float) -> Caller:
         """With what the headers of one request ask for. BadRequest names the header. `deadline_s`: the most
         that may be asked for."""
-        given = {name: value.strip() for name, value in headers if name in _HEADERS}
-        if not given:
+        pairs = [(name, value.strip()) for name, value in headers if name in _HEADERS]
+        if not pairs:
             return caller
+        given = dict(pairs)
+        if len(given) < len(pairs):
+            names = [name.decode() for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadRequest(f"{twice} is given more than once; send it once", param=twice)
         terms = caller.terms
         if CLASS in given:
             terms = self._of_class(terms, given[CLASS])
@@ -333,7 +338,7 @@ def _pins(caller: Caller, value: bytes) -> tuple[WorkerId, ...]:
 
 def _milliseconds(header: bytes, value: bytes, most: float, whose: str) -> float:
     try:
-        number = float(value)
+        number = math.nan if b"_" in value else float(value)
     except ValueError:
         number = math.nan
     if not 1 <= number <= most:

@@ -165,6 +165,19 @@ def test_logs_follow_what_is_written_and_who_comes(tmp_path: Path) -> None:
         process.terminate()
 
 
+def test_an_interrupt_ends_what_follows_logs_as_it_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "router.log").write_text("one\n")
+    monkeypatch.setattr("time.sleep", interrupt)
+    code, out, err = run("logs", "-f", "--json", state=tmp_path)
+    assert (code, json.loads(out), err) == (0, {"name": "router", "line": "one"}, "")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_printed(shell: str) -> None:
     code, out, _ = run("completion", shell)

@@ -57,6 +57,7 @@ def test_the_class_is_the_keys_the_default_or_what_the_header_says() -> None:
         ("urgent", {"x_slo_ttft_ms": "0"}, "from 1 to 2000"),
         ("urgent", {"x_slo_ttft_ms": "nan"}, "from 1 to 2000"),
         ("urgent", {"x_slo_ttft_ms": "soon"}, "from 1 to 2000"),
+        ("urgent", {"x_slo_ttft_ms": "1_000"}, "from 1 to 2000"),
         ("urgent", {"x_deadline_ms": "600001"}, "from 1 to 600000 .setting http.deadline_s"),
         ("urgent", {"x_deadline_ms": "-5"}, "x-deadline-ms must be a number of ms"),
         ("urgent", {"x_deadline_ms": "inf"}, "x-deadline-ms must be"),
@@ -75,6 +76,13 @@ def test_what_cannot_be_asked_for_is_told(key: str, headers: dict[str, str], say
         asked(callers(), key, **headers)
     assert refused.value.param == next(iter(headers)).replace("_", "-")
     assert len(refused.value.message) < 400
+
+
+def test_a_header_that_is_given_twice_is_refused_whatever_it_says() -> None:
+    of = callers()
+    twice = [(b"x-deadline-ms", b"5000"), (b"x-slo-class", b"batch"), (b"x-slo-class", b"batch")]
+    with pytest.raises(BadRequest, match="x-slo-class is given more than once"):
+        of.asked(of.caller(b"Bearer urgent"), twice, 600.0)
 
 
 def test_a_request_may_ask_for_more_than_its_class_promises() -> None:
