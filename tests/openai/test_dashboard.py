@@ -252,6 +252,19 @@ def test_it_fits_a_phone_whether_there_is_nobody_or_a_thousand(workers: int) -> 
 
 
 @in_browser
+def test_rows_of_workers_fit_a_narrow_phone() -> None:
+    async def body(site: Site) -> None:
+        site.crowd.report()
+        async with page(site, width=360) as shown:
+            await shown.wait_for_selector("#link.good")
+            assert await shown.locator("#pools td.name").count() == 6
+            assert await shown.evaluate("document.documentElement.scrollWidth") == 360
+
+    names = {Role.PREFILL: "a-prefill-worker-whose-name-is-long-and-has-no-space"}
+    play(body, Crowd(6, names=names))
+
+
+@in_browser
 def test_a_key_is_asked_for_and_a_router_that_is_gone_is_said_to_be() -> None:
     async def main() -> None:
         crowd = Crowd(6)
