@@ -7,19 +7,20 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whole_fleet import MODEL, Box
+from whole_fleet import MODEL, Answer, Box
 
 from engine.latency_runner import LatencyModel
 from fleet.errors import FleetError
 from fleet.goodput import Figures
 from fleet.handoff import CancelReason
-from fleet.ids import RequestId
+from fleet.ids import RequestId, WorkerId
+from fleet.member import Role
 from fleet.objectives import Objectives
 from fleet.request import Request, Sampling
 from fleet.stages import Timeline
 from fleet.virtual_time import run
 from router.run import RunToken, Terms
-from router.settings import AdmissionMode, AdmissionSettings, RouterSettings
+from router.settings import AdmissionMode, AdmissionSettings, CostSettings, RouterSettings
 
 SLOW = LatencyModel(base_s=0.02, per_prompt_token_s=0.001, per_decode_s=0.002, per_context_token_s=5e-7)
 CAPACITY = 8.5
@@ -153,3 +154,54 @@ def test_clients_who_leave_wherever_their_request_is_leave_nothing_behind() -> N
     assert seen.counters["cancelled"] > 15
     assert seen.counters["queued"] > 25
     assert seen.figures["standard"].uncounted > 0
+
+
+def test_nothing_waits_while_a_worker_of_each_role_stands_idle_not_even_after_a_change_of_role() -> None:
+    """Bursts that crowd the decode workers, pauses in which they empty, and a worker that changes sides."""
+
+    async def main() -> float:
+        settings = RouterSettings(cost=CostSettings(local_prefill_tokens=0, local_advantage=1e9))
+        crowds, strict = Terms("batch", Objectives(priority=0)), Terms("standard", Objectives(tpot_ms=45))
+        async with Box(2, 3, latency=SLOW, router=settings) as box:
+            loop, chance, flow = asyncio.get_running_loop(), random.Random(3), box.router.flow
+            asking: list[asyncio.Task[None]] = []
+            longest, since = 0.0, None
+
+            def ask(count: int, terms: Terms, tokens: int, size: int) -> None:
+                for _ in range(count):
+                    prompt = tuple(chance.randrange(1000) for _ in range(size))
+                    made = box.request(prompt, Sampling(max_tokens=tokens, temperature=0.0), len(asking))
+                    answer = Answer(made.id)
+                    asking.append(asyncio.create_task(box.ask_over("router", made, answer, terms=terms)))
+
+            async def load() -> None:
+                for turn in range(3):
+                    ask(60, crowds, 60, 40)
+                    await asyncio.sleep(4.0)
+                    # Most of a crowd's answers have ended; long prompts are computed when these come.
+                    ask(4, strict, 8, 1500)
+                    ask(40, strict, 30, 40)
+                    if turn == 1:
+                        address = box.workers[WorkerId("decode-2")].address
+                        await box.wire.wire("operator").take_role(address, Role.PREFILL, 60.0, 5.0)
+                    await asyncio.sleep(6.0)
+                await asyncio.gather(*asking)
+
+            loading = asyncio.create_task(load())
+            while not loading.done():
+                idle = {
+                    standing.card.role
+                    for standing in box.router.roster.workers()
+                    if standing.usable and not box.workers[standing.id].engine.load().running
+                    and not box.workers[standing.id].engine.load().waiting
+                }  # fmt: skip
+                held = flow.admission.queued > 0 and len(idle) == 2
+                since = (loop.time() if since is None else since) if held else None
+                longest = max(longest, loop.time() - since if since is not None else 0.0)
+                await asyncio.sleep(0.02)
+            await loading
+            assert flow.counters["queued"] > 20, "no load that could wait"
+            return longest
+
+    # Until the report of it comes and those who wait are looked at, nobody knows that a worker is idle.
+    assert run(main(), horizon_s=600) < 0.6

@@ -492,6 +492,8 @@ def test_steps_are_sized_anew_while_sequences_run() -> None:
             await asyncio.sleep(1.5)
             assert house.engine.load().running == 4
             house.engine.retune(narrow)
+            told = house.engine.load()
+            assert (told.prefill_tokens_s, told.decode_step_s, told.decode_batch) == (None, None, None)
             house.engine.add(new("e", range(24), 2))
             await house.ear.end_of("a")
             # They ended in one batch, though it is larger than a new one may be.

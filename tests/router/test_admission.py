@@ -358,3 +358,28 @@ def test_the_safe_forecast_holds_nine_times_of_ten() -> None:
         held += n >= 1000 and seconds <= ratio.safe(1.0)
         ratio.learn(1.0, seconds)
     assert held == pytest.approx(900, abs=50)
+
+
+def test_what_may_still_be_in_time_is_not_given_up() -> None:
+    """Late by a safe forecast and not by a likely one: after those who are sure, before the lost ones."""
+    desk = Desk()
+    for n in range(200):
+        desk.admission.first_token(request(f"x{n}"), ROOM, 0.1 * (0.5, 1.0, 2.0)[n % 3])
+    # 0.6 s of its own work: likely 0.85 s with what may be queued before it, 1.7 s to be safe.
+    long = replace(FULL, work_s=0.6)
+    desk.arrive(terms(replace(HIGH, ttft_ms=100)), long, id="lost")
+    desk.arrive(terms(replace(HIGH, ttft_ms=1000)), long, id="doubtful")
+    desk.arrive(terms(replace(HIGH, ttft_ms=9000)), long, id="sure")
+    sheddable = replace(HIGH, ttft_ms=1000, sheddable=True)
+    assert desk.arrive(terms(sheddable), replace(long, tokens=1), id="kept").act is Act.REFUSE, (
+        "10,000 tokens wait"
+    )
+    desk.now = 0.05
+    assert desk.drain() == ["sure", "doubtful", "lost"]
+    desk = Desk()
+    for n in range(200):
+        desk.admission.first_token(request(f"x{n}"), ROOM, 0.1 * (0.5, 1.0, 2.0)[n % 3])
+    desk.arrive(terms(replace(sheddable, ttft_ms=1500)), long, id="kept")
+    desk.now = 0.3
+    assert desk.drain() == ["kept"]
+    assert desk.refused == []
