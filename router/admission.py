@@ -4,8 +4,9 @@ A request is sent on at once while its worker has room: few prompts queued there
 objectives of those who run still hold. Else it waits, in one queue for each model. The next one is of the
 highest priority; of its tenants the one that has had least (start-time fair queueing over estimated tokens:
 Goyal et al., "Start-time Fair Queuing", 1996); of that tenant's requests the one that must start first to be
-in time. Those that may be late come after those that surely will not, and those that would be late anyway come
-last: served first they would make the others late too. Requests of lower priority that have waited for long get a fixed share all the same.
+in time. Those that may be late come after those that will not be, and those that would be late anyway come
+last: served first they would make the others late too. Requests of lower priority that have waited for long
+get a fixed share all the same.
 
 Refused is, in this order: a sheddable request that would miss its objectives; in a full queue one that is
 late already, then the youngest of the lowest priority. Nothing is refused while there is room.
