@@ -20,7 +20,7 @@ from fleet.life import Life, run_process
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, load_or_exit
 from fleet.wire.network import NetworkWire
-from planner.cluster import ClusterActuator
+from planner.cluster import ClusterActuator, Shown
 from planner.decisions import LEAST_BYTES, DecisionsFile
 from planner.etcd import EtcdActuator
 from planner.record import replay
@@ -87,7 +87,10 @@ async def run(life: Life, settings: PlannerProcessSettings) -> None:
             api = await KubernetesApi.connect()
             stack.push_async_callback(api.close)
             namespace, _, fleet = settings.kubernetes.partition("/")
-            planner.actuator = ClusterActuator(api, namespace, fleet)
+            lease = await registry.lease(control.lease_ttl_s)
+            stack.push_async_callback(lease.close)
+            shown = Shown(registry, lease, control.fleet)
+            planner.actuator = ClusterActuator(api, namespace, fleet, shown)
         planning = tasks.create_task(planner.run())
         log.info("%s plans for the fleet %s", name, control.fleet)
         life.settled()

@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from fleet.cluster import FLEETS, MERGE, Api, ClusterError, Object
 from fleet.errors import Unavailable
-from fleet.targets import Desired, Mode
+from fleet.member import desired_key
+from fleet.registry import Lease, Registry
+from fleet.targets import Desired, Mode, format_desired
 from planner.words import ROLES, Fence, Plan, Targets
 
 log = logging.getLogger(__name__)
@@ -23,8 +25,26 @@ _TRIES = 5
 """The controller writes the status of the same object; that is no change of what is wanted."""
 
 
+class Shown:
+    """What is wanted, for routers, which ask etcd and no cluster: so they know whether to hold requests while
+    nobody serves. Under a lease: without a planner nobody would bring workers for them."""
+
+    def __init__(self, registry: Registry, lease: Lease, fleet: str) -> None:
+        self._registry, self._lease, self._key = registry, lease, desired_key(fleet)
+
+    async def show(self, desired: Desired) -> None:
+        value = format_desired(desired)
+        try:
+            entry = await self._registry.entry(self._key)
+            if entry is None or entry.value != value:
+                await self._lease.put(self._key, value)
+        except Unavailable as error:
+            log.info("what is wanted is not shown to routers: %s", error.message)
+
+
 class ClusterActuator:
-    def __init__(self, api: Api, namespace: str, name: str) -> None:
+    def __init__(self, api: Api, namespace: str, name: str, shown: Shown | None = None) -> None:
+        self._shown = shown
         self._api = api
         self._path = FLEETS.path(namespace, name)
         self._rule = ""
@@ -32,7 +52,12 @@ class ClusterActuator:
 
     async def current(self) -> Targets | None:
         fleet = await self._read()
-        return None if fleet is None else targets(fleet)
+        if fleet is None:
+            return None
+        found = targets(fleet)
+        if self._shown is not None:
+            await self._shown.show(found.desired)
+        return found
 
     async def apply(self, plan: Plan, seen: Targets, fence: Fence | None) -> bool:
         """As near to the plan as the fleet's own rules allow: one of its counts that is against them must not

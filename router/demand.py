@@ -28,6 +28,8 @@ class Ledger:
         self._sequence = 0
         self.held: set[RequestId] = set()
         """Requests for which there is no worker at all."""
+        self.resting = False
+        """Whether a planner has let the fleet go to zero, and nobody serves yet: requests wake it."""
         self.scaling = False
         """Whether somebody is to bring workers when there are none."""
 

@@ -88,9 +88,14 @@ class Flow:
     def models(self) -> tuple[str, ...]:
         return self.roster.models()
 
+    def serves(self) -> bool:
+        """Whether there are workers for a request, of one model at least."""
+        return any(self.roster.why_not(model) is None for model in self.roster.models())
+
     def ready(self) -> str | None:
+        """A fleet that was let go to zero is: who comes is held, and wakes it."""
         reasons = [self.roster.why_not(model) for model in self.roster.models()]
-        if None in reasons:
+        if None in reasons or self.demand.resting:
             return None
         return "; ".join(reason for reason in reasons if reason) or "no worker is known"
 

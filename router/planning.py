@@ -76,13 +76,17 @@ class Planning:
         key = desired_key(self._fleet)
         async for view in self._registry.watch(key):
             if view.live:
-                self._flow.demand.scaling = self._scaling(view, key)
+                self._heard(view, key)
         raise Internal("the watch of the wanted counts ended")
 
-    def _scaling(self, view: View, key: str) -> bool:
-        data = view.values.get(key)
+    def _heard(self, view: View, key: str) -> None:
+        data, demand = view.values.get(key), self._flow.demand
         try:
-            return data is not None and parse_desired(data).mode is Mode.ACT
+            desired = None if data is None else parse_desired(data)
         except BadRequest as error:
             log.warning("%s: %s", key, error.message)
-            return False
+            desired = None
+        demand.scaling = desired is not None and desired.mode is Mode.ACT
+        # Woken it rests on, until somebody serves.
+        woken = demand.resting and not self._flow.serves()
+        demand.resting = demand.scaling and desired is not None and (desired.decode == 0 or woken)

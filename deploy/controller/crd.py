@@ -57,6 +57,13 @@ RULES: dict[str, list[dict[str, str]]] = {
         *_SETTINGS,
     ],
     "Routers": _SETTINGS,
+    "Planning": [
+        _rule(
+            ".settings",
+            "self.settings.all(name, name.startsWith('planner.') && name != 'planner.budget')",
+            "settings are those that begin with planner.; the budget is maxWorkers",
+        )
+    ],
     "Rollout": [
         _rule(
             ".maxSurgePercent",

@@ -285,9 +285,15 @@ class Renderer:
                 "verbs": ["get", "patch"],
             }
         ]  # fmt: skip
-        args = [f"--kubernetes={self.namespace}/{self.name}", *self._control()]
+        args = [
+            f"--kubernetes={self.namespace}/{self.name}",
+            # As long as the pod lives: `kubectl cp` it, and `python -m planner replay` decides again.
+            "--decisions=/tmp/decisions.jsonl",
+            *self._control(),
+        ]
         volumes, mounts = self._volumes(model=False)
-        container = self._container("planner", args, Placed(), mounts, {})
+        placed = Placed(settings=self.spec.planner.settings)
+        container = self._container("planner", args, placed, mounts, {})
         pod = self._pod(Placed(topology_key=""), container, volumes, "planner", 0)
         pod |= {"serviceAccountName": name, "automountServiceAccountToken": True}
         deployment = self._object(DEPLOYMENTS, name, "planner")

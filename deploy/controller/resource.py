@@ -176,6 +176,10 @@ class Planning(Says, frozen=True):
         Annotated[int, Meta(ge=1, le=512)] | None,
         Meta(description="Most workers of both pools that the planner may want; unset: its own default."),
     ] = None
+    settings: Annotated[
+        dict[Annotated[str, Meta(pattern=SettingName)], Annotated[str, Meta(max_length=4096)]],
+        Meta(description="Settings of the planner by name (planner.scale-to-zero), as --help lists them."),
+    ] = field(default_factory=dict)
 
 
 class Monitoring(Says, frozen=True):

@@ -76,6 +76,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": {"gpus": None}}, "spec.budget.gpus"),
     ({"prefill": {"settings": {"control.etcd": "elsewhere:1"}}}, "spec.prefill.settings"),
     *(({"decode": {"settings": {name: "x"}}}, "spec.decode.settings") for name in RESERVED),
+    ({"planner": {"settings": {"control.etcd": "elsewhere:1"}}}, "spec.planner.settings"),
+    ({"planner": {"settings": {"planner.budget": "4"}}}, "spec.planner.settings"),
+    ({"planner": {"settings": {"decisions": "/x"}}}, "spec.planner.settings"),
     ({"name": "1-demo"}, "metadata.name"),
     ({"name": "d" * 41}, "metadata.name"),
 ]

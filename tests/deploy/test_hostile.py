@@ -24,7 +24,10 @@ from deploy.controller.render import (
 )
 from deploy.controller.words import Observed
 from fleet.cluster import FLEETS, JSON, MERGE, ClusterError, Object
-from planner.cluster import ClusterActuator, allowed
+from fleet.member import desired_key
+from fleet.registry.memory import MemoryHub
+from fleet.targets import Desired, Mode, parse_desired
+from planner.cluster import ClusterActuator, Shown, allowed
 from planner.words import Plan
 
 
@@ -255,6 +258,33 @@ def test_one_pool_at_its_limit_does_not_hold_the_other_one_up() -> None:
         before = len(s.store.writes)
         assert not await actuator.apply(Plan(1, 5, "decode is short", 0.0), seen, None)
         assert len(s.store.writes) == before, "the API server is not asked again for what it would refuse"
+
+    play(story)
+
+
+def test_routers_hear_what_is_wanted_of_a_fleet_in_a_cluster() -> None:
+    """They ask etcd: without it they would hold nobody while a planner brings the first worker. It goes with
+    the planner, without which nobody would bring one."""
+
+    async def story(s: Scene) -> None:
+        s.create(planner={"mode": "act", "maxWorkers": 6}, prefill={"replicas": 0}, decode={"replicas": 0})
+        await s.settle()
+        hub = MemoryHub(delay_s=0.001)
+        registry = hub.registry()
+        lease = await registry.lease(5.0)
+        actuator = ClusterActuator(s.api, "default", "demo", Shown(registry, lease, "default-demo"))
+        key = desired_key("default-demo")
+        for decode in (0, 2):
+            s.change(decode={"replicas": decode})
+            await actuator.current()
+            await s.until(lambda: hub.entry(key) is not None)
+            data = await registry.get(key)
+            assert data is not None
+            assert parse_desired(data) == Desired(0, decode, Mode.ACT, 6)
+        await lease.close()
+        await s.until(lambda: hub.entry(key) is None)
+        registry.cut = True
+        assert await actuator.current() is not None, "etcd is no reason not to plan"
 
     play(story)
 

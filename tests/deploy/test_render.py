@@ -42,7 +42,7 @@ RICH: Object = {
     "monitoring": {"podMonitor": True, "labels": {"release": "prometheus"}},
     "network": {"metricsFrom": {"team": "monitoring"}},
     "imagePullSecrets": ["pull"],
-    "planner": {"mode": "act"},
+    "planner": {"mode": "act", "settings": {"planner.scale-to-zero": "true", "planner.idle-s": "300"}},
 }  # fmt: skip
 
 

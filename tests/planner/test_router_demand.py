@@ -42,6 +42,27 @@ def test_demand_is_counted_where_nobody_serves() -> None:
     in_fleet(body, prefill=(), decode=())
 
 
+def test_a_router_of_a_fleet_at_rest_is_ready_until_it_serves_again() -> None:
+    """Or no Service would lead to it: the request that is to wake the fleet would never come."""
+
+    async def body(fleet: Fleet) -> None:
+        flow = fleet.router.flow
+        await fleet.settle()
+        assert flow.ready() is not None
+        for desired, ready in (
+            (Desired(1, 1, Mode.ACT), False),  # It has not come up yet.
+            (Desired(0, 0, Mode.ACT), True),
+            (Desired(1, 1, Mode.ACT), True),  # Woken: who comes meanwhile is held.
+            (Desired(0, 0), False),  # By hand: nobody would wake it.
+            (Desired(1, 1, Mode.ACT), False),
+        ):
+            fleet.registry.put(desired_key("f"), format_desired(desired), 0)
+            await fleet.settle()
+            assert (flow.ready() is None) == ready, desired
+
+    in_fleet(body, prefill=(), decode=())
+
+
 def test_requests_are_held_while_a_planner_acts_and_served_when_workers_come() -> None:
     async def body(fleet: Fleet) -> None:
         fleet.registry.put(desired_key("f"), AUTO, 0)
