@@ -40,6 +40,8 @@ def explain(target: Target, request: str | None, ca: Path | None, slow: float | 
     REQUEST is the x-request-id of its response, or the id in its answer. Without it, requests of late are
     listed. A fleet with API keys wants one in PDFLEET_API_KEY: of an admin, or of the request's tenant.
     """
+    if request is not None and not request.strip():
+        raise BadRequest("REQUEST is empty; leave it out to list requests of late", param="request")
     if request and slow is not None:
         raise BadRequest("--slow lists requests; leave out either it or REQUEST", param="slow")
     asyncio.run(_explain(target, request, ca, slow, limit))
