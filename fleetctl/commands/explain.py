@@ -190,6 +190,8 @@ def trace(
 
     With --json, one object a line. A fleet with API keys wants one in PDFLEET_API_KEY.
     """
+    if request is not None and not request.strip():
+        raise BadRequest("REQUEST is empty; leave it out to follow all new ones", param="request")
     if request and (slo_class or model or count):
         raise BadRequest("--class, --model and --count are for all requests; leave them or REQUEST out")
     query = {"class": slo_class, "model": model, "seconds": seconds}

@@ -102,6 +102,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], names: str, tmp_path: 
         (["plan", "--nosuch"], 2, "--nosuch"),
         (["nosuch"], 2, "nosuch"),
         (["explain", " "], 1, "REQUEST is empty"),
+        (["trace", ""], 1, "REQUEST is empty"),
         (["scale", "prefill=x"], 2, "prefill"),
         (["bench", "--url", "http://[::1"], 1, "http://127.0.0.1:8000"),
         (["bench", "--url", "http://127.0.0.1:x"], 1, "http://127.0.0.1:8000"),
