@@ -327,3 +327,29 @@ def test_shards_are_loaded_in_parallel_with_progress(
     before = torch.get_num_threads()
     build_runner(folder, SETTINGS)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("variant", "older"),
+    [
+        ("qwen2-late-window", {"max_window_layers": 1}),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+        ("smollm3-windows", {}),
+        (
+            "gemma3",
+            {
+                "sliding_window_pattern": 3,
+                "rope_parameters": None,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+    ],
+)
+def test_an_older_spelling_without_a_list_of_layers_is_the_same(
+    variant: str, older: dict[str, Any], small_model: Callable[[str], Path]
+) -> None:
+    config = read_config(small_model(variant))
+    spelt = {key: value for key, value in config.items() if key != "layer_types"} | older
+    assert DecoderConfig.read(spelt) == DecoderConfig.read(config)
