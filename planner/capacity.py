@@ -29,6 +29,7 @@ _BIN = 1.3
 _BIN_SAMPLES = 24
 _REACH = 2.0
 """How many times the largest batch that was seen another one is supposed to be foreseen."""
+_CAREFUL_REACH = 1.5
 _LEAST_REACH = 8.0
 _PRIOR_SLOPE = 0.5
 """Share of a step that is supposed to be proportional to its batch, until two sizes were seen."""
@@ -77,6 +78,9 @@ class Capacity:
         self._prefill = _Robust(_SAMPLES)
         self._steps: dict[int, tuple[_Robust, _Robust]] = {}
         """Bin of batch sizes → batches, seconds of a step."""
+        # What was made of them, until there are more: it is asked for several times a decision.
+        self._speed: float | None = None
+        self._lines: dict[float, tuple[float, float, float]] = {}
         self.kv_tokens: int | None = None
         """Of a decode worker, at least."""
 
@@ -93,11 +97,13 @@ class Capacity:
         if worker.role == "prefill":
             if worker.prefill_tokens_s:
                 self._prefill.add(worker.prefill_tokens_s)
+                self._speed = None
         elif worker.decode_step_s and worker.decode_batch:
             size = int(math.log(max(1.0, worker.decode_batch)) / math.log(_BIN))
             batches, steps = self._steps.setdefault(size, (_Robust(_BIN_SAMPLES), _Robust(_BIN_SAMPLES)))
             batches.add(worker.decode_batch)
             steps.add(worker.decode_step_s)
+            self._lines.clear()
             self.kv_tokens = worker.kv_tokens or self.kv_tokens
 
     def forget(self, alive: set[str]) -> None:
@@ -111,27 +117,34 @@ class Capacity:
         values = self._prefill.values
         if len(values) < _KNOWN:
             return None
-        return quantiles(values, n=4)[2]
+        if self._speed is None:
+            self._speed = quantiles(values, n=4)[2]
+        return self._speed
 
-    def decode(self, tpot_s: float, tokens: float) -> DecodeCapacity | None:
-        """With steps within `tpot_s`, of sequences of so many tokens. None: not known yet."""
-        line = self._line()
+    def decode(self, tpot_s: float, tokens: float, *, careful: bool = False) -> DecodeCapacity | None:
+        """With steps within `tpot_s`, of sequences of so many tokens. `careful`: not far beyond what was
+        seen, where steps are supposed to grow at least half as batches do. None: not known yet."""
+        line = self._line(_PRIOR_SLOPE if careful else 0.0)
         if line is None:
             return None
+        reach = _CAREFUL_REACH if careful else _REACH
         base_s, each_s, largest = line
         fast = (tpot_s - base_s) / each_s if each_s > 0 else math.inf
         limits = [
             (max(1.0, fast), f"steps within {tpot_s * 1000:.0f} ms"),
-            (max(_LEAST_REACH, _REACH * largest), f"twice the {largest:.0f} that were seen"),
+            (max(_LEAST_REACH, reach * largest), f"{reach:g} times the {largest:.0f} that were seen"),
         ]
         if self.kv_tokens and tokens > 0:
             limits.append((max(1.0, 0.9 * self.kv_tokens / tokens), "room for KV"))
         batch, why = min(limits)
         return DecodeCapacity(batch, base_s + each_s * batch, base_s, each_s, why)
 
-    def _line(self) -> tuple[float, float, float] | None:
+    def _line(self, steep: float) -> tuple[float, float, float] | None:
         """Seconds of a step without sequences, seconds for each, and the largest batch that was seen: least
-        squares through the medians of the bins, weighted by their samples, neither part below zero."""
+        squares through the medians of the bins, weighted by their samples, neither part below zero; of a
+        step of the mean batch at least the share `steep` is proportional to it."""
+        if steep in self._lines:
+            return self._lines[steep]
         points = [
             (median(batches.values), median(steps.values), len(steps.values))
             for _, (batches, steps) in sorted(self._steps.items())
@@ -147,5 +160,7 @@ class Capacity:
             each = sum(count * (x - mean_x) * (y - mean_y) for x, y, count in points) / spread
         else:
             each = _PRIOR_SLOPE * mean_y / mean_x
-        each = min(max(0.0, each), mean_y / mean_x)
-        return mean_y - each * mean_x, each, max(x for x, _, _ in points)
+        each = min(max(steep * mean_y / mean_x, each), mean_y / mean_x)
+        found = mean_y - each * mean_x, each, max(x for x, _, _ in points)
+        self._lines[steep] = found
+        return found

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from fleet.targets import Mode
 from planner.capacity import Capacity
-from planner.needs import Load, Needs
+from planner.needs import Load, Needs, Typical
+from planner.trial import Trials
 from planner.words import ROLES, Ages, Observation, Plan, PlannerSettings
 
 _LONGEST_SETTLE_S = 3600.0
@@ -54,6 +56,7 @@ class State:
         self.capacity = Capacity(settings.warm_up_s)
         self.load = Load(settings)
         self.pools = {role: _Pool() for role in ROLES}
+        self.trials = Trials(settings)
         self.at = -math.inf
         self.blind: tuple[int, int] | None = None
         """What was wanted when data began to be missing."""
@@ -71,7 +74,7 @@ class State:
 def decide(seen: Observation, state: State, now: float) -> Plan:
     """What there should be. `state` learns from `seen` first; nothing else is changed or read."""
     fresh = _missing(seen.ages, state.settings) == ""
-    _remember(seen, state, now, fresh)
+    typical = _remember(seen, state, now, fresh)
     settings = state.settings
     if seen.mode is Mode.OFF:
         return _hold(seen, settings, now, "an operator decides (mode off)")
@@ -82,7 +85,7 @@ def decide(seen: Observation, state: State, now: float) -> Plan:
     wanted = {role: seen.pool(role).wanted for role in ROLES}
     if (plan := _idle(seen, state, now, budget)) is not None:
         return plan
-    ahead_s = _cold_start_s(seen, settings) + settings.interval_s
+    ahead_s = _ahead_s(seen, settings)
     times, pressure = settings.headroom, state.pressure
     up = state.load.needs(seen, state.capacity, ahead_s, pressure=pressure)
     stay = state.load.needs(seen, state.capacity, ahead_s, times=times, pressure=pressure)
@@ -93,14 +96,21 @@ def decide(seen: Observation, state: State, now: float) -> Plan:
     least = {"prefill": settings.least_prefill, "decode": settings.least_decode}
     for role in ROLES:
         pool = state.pools[role]
-        pool.needs.append((now, max(least[role], stay.of(role))))
+        tried, _ = state.trials.needed(role, stay.of(role), seen.pool(role).wanted, typical, now)
+        pool.needs.append((now, max(least[role], stay.of(role), tried)))
         while pool.needs and pool.needs[0][0] < now - _LONGEST_SETTLE_S:
             pool.needs.popleft()
-    return _weigh(seen, state, now, budget, up, least)
+    return _weigh(seen, state, now, budget, up, least, typical)
 
 
 def _weigh(
-    seen: Observation, state: State, now: float, budget: int, up: Needs, least: dict[str, int]
+    seen: Observation,
+    state: State,
+    now: float,
+    budget: int,
+    up: Needs,
+    least: dict[str, int],
+    typical: Typical | None,
 ) -> Plan:
     settings = state.settings
     wanted = {role: seen.pool(role).wanted for role in ROLES}
@@ -109,6 +119,9 @@ def _weigh(
     notes: list[str] = []
     for role in ROLES:
         pool = seen.pool(role)
+        needed[role], tried = state.trials.needed(role, needed[role], wanted[role], typical, now)
+        if tried:
+            notes.append(tried)
         if needed[role] > wanted[role]:
             if pool.starting and pool.short_s > settings.ready_limit_s:
                 notes.append(
@@ -145,6 +158,12 @@ def _weigh(
             notes.append(f"the budget is {budget}")
             if settings.turns:
                 fitted, turns = _swap(seen, state, now, fitted, wanted)
+    if fitted == wanted and not turns:
+        settle_s = {role: _settle_s(state, role) for role in ROLES}
+        trial = state.trials.propose(seen, typical, state.pressure, settle_s, least, now)
+        if trial is not None:
+            fitted = {**wanted, trial[0]: wanted[trial[0]] - 1}
+            notes.append(trial[1])
     why = "; ".join([up.why, *notes])
     plan = _plan(settings, now, fitted, why, turns, (up.prefill, up.decode))
     together = up.aggregated
@@ -157,7 +176,7 @@ def _weigh(
 def _enough(role: str, seen: Observation, state: State, now: float) -> tuple[int, str]:
     """How many of the role may stay now; the present count while it is too early to say."""
     settings, pool, wanted = state.settings, state.pools[role], seen.pool(role).wanted
-    settle_s = min(_LONGEST_SETTLE_S, settings.settle_s * pool.settle_times)
+    settle_s = _settle_s(state, role)
     if not pool.needs or pool.needs[0][0] > now - settle_s or now - pool.rose_at < settle_s:
         return wanted, ""
     if seen.pool(role).starting:
@@ -167,8 +186,13 @@ def _enough(role: str, seen: Observation, state: State, now: float) -> tuple[int
     return min(wanted, _most(pool.needs, now - settle_s)), f"{settle_s:.0f} s"
 
 
+def _settle_s(state: State, role: str) -> float:
+    return min(_LONGEST_SETTLE_S, state.settings.settle_s * state.pools[role].settle_times)
+
+
 def _most(needs: deque[tuple[float, int]], since: float) -> int:
-    return max((need for at, need in needs if at >= since), default=0)
+    late = takewhile(lambda one: one[0] >= since, reversed(needs))
+    return max((need for _, need in late), default=0)
 
 
 def _turn(
@@ -316,7 +340,7 @@ def _fit(
     return best[1] if best is not None else {"prefill": 0, "decode": min(goal["decode"], budget)}
 
 
-def _remember(seen: Observation, state: State, now: float, fresh: bool) -> None:
+def _remember(seen: Observation, state: State, now: float, fresh: bool) -> Typical | None:
     settings = state.settings
     moved = {role: seen.pool(role).wanted - pool.wanted for role, pool in state.pools.items()}
     if state.at > -math.inf and moved["prefill"] * moved["decode"] < 0:
@@ -334,16 +358,19 @@ def _remember(seen: Observation, state: State, now: float, fresh: bool) -> None:
         elif now - max(pool.rose_at, pool.fell_at) > 4 * _FLAP_S:
             pool.settle_times = 1.0
         pool.wanted = wanted
-    if fresh:
-        state.load.add(seen, now)
-        for worker in seen.workers:
-            state.capacity.learn(worker)
-        state.capacity.forget({worker.id for worker in seen.workers})
-        _judge(seen, state, now)
     state.at = now
+    if not fresh:
+        return None
+    state.load.add(seen, now)
+    for worker in seen.workers:
+        state.capacity.learn(worker)
+    state.capacity.forget({worker.id for worker in seen.workers})
+    typical = state.load.typical(seen, state.capacity, _ahead_s(seen, settings))
+    _judge(seen, state, now, typical)
+    return typical
 
 
-def _judge(seen: Observation, state: State, now: float) -> None:
+def _judge(seen: Observation, state: State, now: float, typical: Typical | None) -> None:
     """Whether the pools, as they are, let too many requests miss: then they need more than the model says."""
     settings = state.settings
     counted = sum(one.attained + one.missed for one in seen.asked.classes.values())
@@ -355,13 +382,17 @@ def _judge(seen: Observation, state: State, now: float) -> None:
     by_decode = now - state.waited_at < _JUDGED_S
     faults = {"prefill": 0 if by_decode else late, "decode": slow + (late if by_decode else 0)}
     steady = not any(seen.pool(role).starting for role in ROLES)
+    state.trials.learn(seen, typical, counted, faults, now)
     for role, pool in state.pools.items():
         pool.pressure = 1 + (pool.pressure - 1) * math.exp(-seen.asked.seconds / _RELIEF_S)
         pool.judged.append((now, counted, faults[role]))
         while pool.judged[0][0] < now - _JUDGED_S:
             pool.judged.popleft()
         grown = now - pool.rose_at < 2 * _JUDGED_S
-        if steady and not grown and _missed(pool, now, settings) > (1 - settings.target) * _FREE_MISSES:
+        if state.trials.runs(role):
+            pool.judged.clear()  # It is judged by its own measure, over a longer time.
+            pool.judged.append((now, 0, 0))
+        elif steady and not grown and _missed(pool, now, settings) > (1 - settings.target) * _FREE_MISSES:
             pool.pressure = min(_MOST_PRESSURE, pool.pressure * _PRESSED)
             pool.judged.clear()
             pool.judged.append((now, 0, 0))
@@ -375,6 +406,11 @@ def _missed(pool: _Pool, now: float, settings: PlannerSettings) -> float:
 
 def _cold_start_s(seen: Observation, settings: PlannerSettings) -> float:
     return settings.cold_start_s if seen.cold_start_s is None else seen.cold_start_s
+
+
+def _ahead_s(seen: Observation, settings: PlannerSettings) -> float:
+    """To when a worker that is wanted now will serve."""
+    return _cold_start_s(seen, settings) + settings.interval_s
 
 
 def _hold(seen: Observation, settings: PlannerSettings, now: float, why: str) -> Plan:

@@ -31,6 +31,9 @@ _MOST_SCALE = 2.0
 class Forecast:
     """Of one rate, a second."""
 
+    level_of_s = 2 * _LEVEL_S
+    """Seconds of which a plain mean would be as steady as the level is."""
+
     def __init__(self, season_s: float) -> None:
         self._season_s = season_s
         self._since: float | None = None
@@ -122,6 +125,24 @@ class Forecast:
         self._slot = slot
         self._slot_sum += count
         self._slot_seconds += seconds
+
+
+class Rate:
+    """Of what came over so many seconds, the newest weighing most."""
+
+    def __init__(self, tau_s: float) -> None:
+        self._tau_s = tau_s
+        self._sum = self._seconds = 0.0
+
+    def add(self, total: float, seconds: float) -> None:
+        keep = math.exp(-seconds / self._tau_s)
+        self._sum = self._sum * keep + total
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def value(self) -> float | None:
+        """A second; None: no time has passed."""
+        return self._sum / self._seconds if self._seconds else None
 
 
 _MEAN_OF = 25.0

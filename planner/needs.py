@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from planner.capacity import Capacity
-from planner.forecast import Forecast, Mean
+from planner.forecast import Forecast, Mean, Rate
 from planner.queueing import aggregated_workers, decode_workers, prefill_workers
 from planner.words import Observation, PlannerSettings, WorkerSeen
 
@@ -32,6 +32,14 @@ _MARGIN = 0.9
 """Share of an objective that is planned for; the rest is for hand-off, network and noise."""
 _LATE_SHARE = 0.5
 """Share of the misses that are allowed which either pool may cause."""
+_TYPICAL_S = 180.0
+"""Over which the typical load is a mean: as long as fewer workers must be enough."""
+_TYPICAL_LATE = 5.0
+"""Times the misses that are allowed which the model may foresee where fewer are tried: it errs by as much."""
+_OVERRUN = 2.0
+"""Times the time to the first token that prompts wait where prefill workers are overrun."""
+_OVERFULL = 1.25
+"""Times the sequences that decode workers are to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,24 @@ class Needs:
         return self.prefill if role == "prefill" else self.decode
 
 
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """What is asked over some minutes, by role, without what a minute more or less makes of it."""
+
+    load: dict[str, float]
+    """Prefill: workers' worth of computing. Decode: answers in progress, at the steps of a full batch."""
+    least: dict[str, int]
+    """Workers with which it is worth trying, by the model for that load and without its margins."""
+    now: dict[str, float]
+    """The load of the last minute."""
+    noise: float
+    """Standard deviation of how that compares with an earlier typical load, where nothing changes."""
+    growth: float
+    """Times the present rate that is foreseen; 1: no more than now."""
+    strained: dict[str, bool]
+    """Whether those who are there are overrun at this moment."""
+
+
 class Load:
     """A fold of what is asked: how much, of what lengths, with which objectives."""
 
@@ -56,6 +82,7 @@ class Load:
         self.arrivals = Forecast(settings.season_s)
         self._prompt, self._square, self._answer, self._cached = (Mean(_MIX_S) for _ in range(4))
         self._prompt_now = Mean(_NOW_S, _FEW)
+        self._typical, self._typical_tokens = Rate(_TYPICAL_S), Rate(_TYPICAL_S)
         self._classes: dict[str, tuple[Mean, float | None, float | None]] = {}
         self._progress: float | None = None
         """Answers in progress, as of late."""
@@ -71,6 +98,8 @@ class Load:
         slow = [one.decode_step_s for one in seen.workers if one.role == "decode" and one.decode_step_s]
         self._step_s = sum(slow) / len(slow) if slow else None
         self.arrivals.add(asked.arrived, asked.seconds, now)
+        self._typical.add(asked.arrived, asked.seconds)
+        self._typical_tokens.add(asked.prompt_tokens, asked.seconds)
         self._prompt.add(asked.prompt_tokens, asked.arrived, asked.seconds)
         self._prompt_now.add(asked.prompt_tokens, asked.arrived, asked.seconds)
         self._square.add(asked.prompt_squares, asked.arrived, asked.seconds)
@@ -136,8 +165,7 @@ class Load:
         prefill_why = f"prefill {prefill} as before: none of them has shown its speed"
         if speed is not None:
             service_s = prompt * fresh / speed
-            square = (self._square.value or 0.0) / (prompt * prompt)
-            scv = max(0.0, square - 1)
+            scv, wait_s = self._patience(service_s, prompt, ttft_s)
             backlog = 0.0
             if queues:
                 queued = _queued(seen)
@@ -147,9 +175,6 @@ class Load:
                 backlog = max(0.0, times * queued - usual)
             anew = rate * service_s
             busy = pressure[0] * (anew + min(backlog / speed / _DRAIN_S, _MOST_BACKLOG * anew + 1))
-            # The longest tenth of prompts takes about so long itself.
-            own_s = service_s * (1 + 1.3 * min(1.5, scv**0.5))
-            wait_s = _MARGIN * ttft_s - own_s
             prefill = prefill_workers(busy, service_s, scv, wait_s, late, settings.utilisation)
             piled = f", {backlog:.0f} queued" if backlog else ""
             prefill_why = (
@@ -174,6 +199,50 @@ class Load:
             busy, sequences, decode.base_s, decode.each_s, _MARGIN * tpot_s, settings.utilisation
         )
         return Needs(prefill, many, why, together if speed is not None else None)
+
+    def _patience(self, service_s: float, prompt: float, ttft_s: float) -> tuple[float, float]:
+        """Squared coefficient of variation of what prompts take, and how long they may wait."""
+        square = (self._square.value or 0.0) / (prompt * prompt)
+        scv = max(0.0, square - 1)
+        # The longest tenth of prompts takes about so long itself.
+        own_s = service_s * (1 + 1.3 * min(1.5, scv**0.5))
+        return scv, _MARGIN * ttft_s - own_s
+
+    def typical(self, seen: Observation, capacity: Capacity, ahead_s: float) -> Typical | None:
+        """None: not known."""
+        settings = self._settings
+        rate, tokens, level = self._typical.value, self._typical_tokens.value, self.arrivals.level
+        prompt, answer, speed = self._prompt.value, self._answer.value, capacity.prefill_tokens_s
+        if not (rate and tokens and level and prompt and answer and speed):
+            return None
+        ttft_s, tpot_s = self.objectives()
+        decode = capacity.decode(_MARGIN * tpot_s, prompt + answer / 2, careful=True)
+        if decode is None:
+            return None
+        late = min(0.5, (1 - settings.target) * _TYPICAL_LATE)
+        fresh = 1 - (self._cached.value or 0.0)
+        service_s = prompt * fresh / speed
+        scv, wait_s = self._patience(service_s, prompt, ttft_s)
+        load = tokens * fresh / speed
+        sequences = rate * answer * decode.step_s
+        least = {
+            "prefill": prefill_workers(load, service_s, scv, wait_s, late, settings.utilisation),
+            "decode": decode_workers(sequences, decode.batch, late),
+        }
+        ready = {"prefill": max(1, seen.prefill.ready), "decode": max(1, seen.decode.ready)}
+        waits = self.waits_for_decode(seen, capacity)
+        queued = _queued(seen) + (0.0 if waits else seen.asked.waiting_tokens * fresh)
+        strained = {
+            "prefill": queued / speed > _OVERRUN * ttft_s * ready["prefill"],
+            "decode": waits or (self._progress or 0.0) > _OVERFULL * decode.batch * ready["decode"],
+        }
+        growth = max(1.0, (self.arrivals.at(ahead_s) or level) / level) if settings.forecast else 1.0
+        last = {"prefill": level * service_s, "decode": level * answer * decode.step_s}
+        # Of three means: how many came, how long they were, and what both are compared with.
+        noise = math.sqrt(
+            (1 / self.arrivals.level_of_s + scv / (2 * _MIX_S) + (1 + scv) / (2 * _TYPICAL_S)) / rate
+        )
+        return Typical({"prefill": load, "decode": sequences}, least, last, noise, growth, strained)
 
     @staticmethod
     def waits_for_decode(seen: Observation, capacity: Capacity) -> bool:

@@ -197,6 +197,10 @@ class PlannerSettings:
     """The same before a worker leaves a role for the other one, which takes seconds and not a cold start."""
     headroom: float = 1.15
     """Times the present load that those who stay must bear when one goes."""
+    trials: bool = True
+    """Whether one worker fewer than the model asks for is tried where next to no requests miss."""
+    trial_again_s: float = 7200.0
+    """Seconds for which what was tried in vain is not tried again at such a load."""
     utilisation: float = 0.85
     """Most of a prefill worker's time that is planned to be busy."""
     most_step: float = 0.5

@@ -1,8 +1,9 @@
 """The planner over a simulated fleet against the best fleet of fixed size, in hindsight, and without parts.
 
-Each case is played with the planner (cold start 60 s), without role changes, without forecasts, and on fixed
-fleets: from one that is large enough down to one from which nothing can be taken without attaining less than
-95 %. `--trace FILE` is played as a case of its own, on the workers of `--times roofline`.
+Each case is played with the planner (cold start 60 s), without role changes, without forecasts, without
+trials, and on fixed fleets: from one that may be enough, up until it attains 95 %, by the pool that missed
+most, or down until nothing can be taken without attaining less. `--trace FILE` is a case of its own: on the
+workers of `--workers roofline`, or of `--workers slow`, which few requests keep busy (`--speed` below 1).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SLOW = Measured(prompt_base_s=0.05, per_prompt_token_s=1e-3, decode_base_s=0.03,
 """Few requests keep such a worker busy, so that hours of a fleet can be simulated in minutes."""
 PROMPT, ANSWER = Amount.parse("lognormal:800,0.6@50..4000"), Amount.parse("lognormal:80,0.6@5..400")
 COLD_START_S = 60.0
+MOST_FIXED = 16
 PLANNER = PlannerSettings(budget=24, cold_start_s=COLD_START_S)
 
 
@@ -41,7 +43,7 @@ class Case:
     arrivals: Callable[[], Iterator[Conversation]]
     begin: tuple[int, int]
     enough: tuple[int, int]
-    """A fixed fleet that is more than enough."""
+    """A fixed fleet to look for the best one from."""
 
 
 def _asked(points: Sequence[tuple[float, float]], seconds: float, **kind: Any) -> Iterator[Conversation]:
@@ -69,17 +71,17 @@ def cases(minutes: float) -> dict[str, Case]:
     seconds = minutes * 60
     third = seconds / 3
     return {
-        "steady": Case(lambda: _asked([(0.0, 1.5)], seconds), (3, 2), (4, 3)),
-        "ramp": Case(lambda: _asked([(0.0, 0.5), (third, 0.5), (2 * third, 2.5)], seconds), (1, 1), (5, 3)),
+        "steady": Case(lambda: _asked([(0.0, 1.5)], seconds), (3, 2), (2, 2)),
+        "ramp": Case(lambda: _asked([(0.0, 0.5), (third, 0.5), (2 * third, 2.5)], seconds), (1, 1), (3, 2)),
         "burst": Case(
             lambda: _asked(
                 [(0.0, 0.7), (third, 0.7), (third + 5, 2.0), (2 * third, 2.0), (2 * third + 5, 0.7)], seconds
             ),
             (2, 1),
-            (5, 3),
+            (3, 2),
         ),
-        "day": Case(lambda: _day(minutes), (1, 1), (5, 3)),
-        "shift": Case(lambda: _shift(minutes), (5, 1), (6, 4)),
+        "day": Case(lambda: _day(minutes), (1, 1), (3, 2)),
+        "shift": Case(lambda: _shift(minutes), (5, 1), (5, 4)),
     }
 
 
@@ -134,17 +136,24 @@ def play(name: str, how: str, made: Setup, asked: Iterator[Conversation], **told
 
 
 def best_fixed(name: str, case: Case, make: Make) -> dict[str, Any] | None:
-    """The last fixed fleet that attains, on the way down from one that is enough; None: that one does not."""
+    """The smallest fixed fleet that attains, among neighbours; None: none of up to so many workers does."""
     prefill, decode = case.enough
     best = play(name, "fixed", make(prefill, decode, None), case.arrivals())
-    if (best["attainment"] or 0) < TARGET:
-        return None
-    shrinking = True
+    shrinking = (best["attainment"] or 0) >= TARGET
+    while (best["attainment"] or 0) < TARGET:
+        if prefill + decode >= MOST_FIXED:
+            return None
+        missed = best["missed_by"] or {}
+        slow = missed.get("tpot", 0) > missed.get("ttft", 0)
+        prefill, decode = (prefill, decode + 1) if slow else (prefill + 1, decode)
+        best = play(name, "fixed", make(prefill, decode, None), case.arrivals())
+    tried = {case.enough}
     while shrinking:
         shrinking = False
         for fewer in ((prefill - 1, decode), (prefill, decode - 1)):
-            if min(fewer) < 1:
+            if min(fewer) < 1 or fewer in tried:
                 continue
+            tried.add(fewer)
             found = play(name, "fixed", make(*fewer, None), case.arrivals())
             if (found["attainment"] or 0) >= TARGET:
                 (prefill, decode), best, shrinking = fewer, found, True
@@ -157,10 +166,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="two minutes of one case: numbers mean little")
     parser.add_argument("--case", action="append", help="steady, ramp, burst, day, shift")
     parser.add_argument("--minutes", type=float, default=30.0, help="of each case, of the fleet's time")
-    parser.add_argument("--without", action="store_true", help="also without role changes, without forecasts")
+    parser.add_argument("--without", action="store_true", help="also without role changes and so on")
     parser.add_argument("--no-fixed", action="store_true", help="no fleets of fixed size")
     parser.add_argument("--trace", help="of requests, played from its beginning")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace")
+    parser.add_argument("--workers", choices=("roofline", "slow"), default="roofline", help="for the trace")
     parser.add_argument("--begin", type=int, nargs=2, default=[1, 1], help="workers, for the trace")
     parser.add_argument("--enough", type=int, nargs=2, default=[6, 6], help="workers, for the trace")
     options = parser.parse_args(argv)
@@ -170,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         shape = Shape(speed=options.speed, duration_s=minutes * 60)
         begin, enough = tuple(options.begin), tuple(options.enough)
         case = Case(lambda: shape.of(trace(trace_lines(options.trace), 0)), begin, enough)
-        chosen = {"trace": (case, traced)}
+        chosen = {"trace": (case, setup if options.workers == "slow" else traced)}
     else:
         names = options.case or (["steady"] if options.quick else list(cases(minutes)))
         chosen = {name: (cases(minutes)[name], setup) for name in names}
@@ -179,6 +189,7 @@ def main(argv: Sequence[str]) -> int:
         if options.without:
             kinds["without role changes"] = replace(PLANNER, turns=False)
             kinds["without forecasts"] = replace(PLANNER, forecast=False)
+            kinds["without trials"] = replace(PLANNER, trials=False)
         fixed = None if options.no_fixed or options.quick else best_fixed(name, case, make)
         for how, settings in kinds.items():
             scaling = Scaling(settings, None, COLD_START_S)

@@ -52,7 +52,7 @@ def test_a_decode_worker_sustains_what_steps_memory_and_experience_allow() -> No
     assert found is not None
     assert found.batch == pytest.approx(40, rel=0.1)
     assert found.step_s == pytest.approx(0.05, rel=0.02)
-    assert capacity.decode(10.0, tokens=1).limited_by.startswith("twice")  # type: ignore[union-attr]
+    assert capacity.decode(10.0, tokens=1).limited_by.startswith("2 times")  # type: ignore[union-attr]
     assert capacity.decode(10.0, tokens=1000).batch == pytest.approx(9)  # type: ignore[union-attr]
     assert capacity.decode(1e-6, tokens=1).batch == 1.0  # type: ignore[union-attr]
 
