@@ -123,7 +123,15 @@ def test_pods_hear_sigterm_have_time_and_few_rights(spec: Object) -> None:
             assert pod["automountServiceAccountToken"] is False
 
 
-@pytest.mark.parametrize("spec", [SPEC, RICH], ids=["plain", "rich"])
+def shown() -> dict[str, Object]:
+    """Specs of the examples, by file."""
+    found = {file.stem: list(yaml.safe_load_all(file.read_text())) for file in EXAMPLES}
+    return {
+        name: one["spec"] for name, objects in found.items() for one in objects if one["kind"] == FLEETS.kind
+    }
+
+
+@pytest.mark.parametrize("spec", [SPEC, RICH, *shown().values()], ids=["plain", "rich", *shown()])
 def test_processes_know_every_flag_that_they_are_given(spec: Object) -> None:
     from decode_worker.settings import DecodeWorkerSettings
     from deploy.controller.__main__ import ProcessSettings
