@@ -174,6 +174,7 @@ class Trials:
                 or correction > _CORRECTED
                 or typical.strained[role]
                 or typical.growth > 1
+                or typical.now[role] > load  # It may be rising, though that is not clear yet.
             ):
                 continue
             pool.proposed = fewer

@@ -86,7 +86,7 @@ def test_nothing_is_tried_with_few_requests_nor_done_where_it_only_advises() -> 
     assert not any("tried" in plan.why for _, plan in few.plans)
     advised = three(1.5, mode=Mode.ADVISE).run(1800.0)
     assert advised.wanted["prefill"] == 3
-    assert advised.plans[-1][1].prefill == 2
+    assert any(plan.prefill == 2 for _, plan in advised.plans)
 
 
 def test_more_load_ends_a_trial_before_requests_miss() -> None:
