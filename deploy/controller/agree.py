@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from deploy.controller.render import ROLES, Renderer
+from deploy.controller.render import CARRIED, ROLES, Renderer
 from deploy.controller.resource import FleetPoolStatus, FleetSpec
 from deploy.controller.words import Action, Apply, Carry, Say
 from fleet.cluster import Object
@@ -31,6 +31,7 @@ def pool_status(pool: Object | None) -> FleetPoolStatus:
 def agree(fleet: Object, spec: FleetSpec, pools: Mapping[str, Object], renderer: Renderer) -> Agreement:
     """The fleet's count is the one truth. What was asked of a pool alone is carried over to it first."""
     wanted = {role: spec.pool(role).replicas for role in ROLES}
+    notes = fleet["metadata"].get("annotations") or {}
     agreed: dict[str, int] = {}
     asked: dict[str, int] = {}
     actions: list[Action] = []
@@ -43,9 +44,11 @@ def agree(fleet: Object, spec: FleetSpec, pools: Mapping[str, Object], renderer:
         theirs, before = pool.get("spec", {}).get("replicas", 0), pool_status(pool).agreed_replicas
         if theirs == ours:
             continue
-        if before not in (-1, theirs) and before == ours:
+        # A pool may be scaled again after its count was carried over and before its status tells of it.
+        carried = notes.get(CARRIED + role) == str(ours)
+        if before not in (-1, theirs) and (before == ours or carried):
             asked[role] = theirs
-            agreed[role] = before
+            agreed[role] = ours
         else:
             why = (
                 "the fleet's count has changed"

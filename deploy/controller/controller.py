@@ -17,6 +17,7 @@ from deploy.controller.mirror import Mirror
 from deploy.controller.plan import plan, wants_judged, wants_loads
 from deploy.controller.pods import workers
 from deploy.controller.render import (
+    CARRIED,
     CONTROLLER,
     DELETION_COST,
     FLEET_LABEL,
@@ -219,8 +220,9 @@ class Controller:
                 body: Object = {"metadata": {"annotations": {DELETION_COST: value}}}
                 self._pods.wrote(await self._api.ask("PATCH", PODS.path(namespace, pod), None, body, MERGE))
             case Carry(counts, version):
+                notes = {CARRIED + role: str(count) for role, count in counts.items()}
                 body = {
-                    "metadata": {"resourceVersion": version},
+                    "metadata": {"resourceVersion": version, "annotations": notes},
                     "spec": {role: {"replicas": count} for role, count in counts.items()},
                 }
                 self._fleets.wrote(

@@ -16,6 +16,8 @@ ROLES = ("prefill", "decode")
 FLEET_LABEL = "pdfleet.dev/fleet"
 ROLE_LABEL = "pdfleet.dev/role"
 REVISION_LABEL = "pdfleet.dev/revision"
+CARRIED = "pdfleet.dev/carried-"
+"""With a role: an annotation of the fleet, its count that was last carried over from that role's pool."""
 MANAGED = ("app.kubernetes.io/managed-by", CONTROLLER)
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 

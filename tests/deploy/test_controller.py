@@ -112,6 +112,31 @@ def test_two_fleets_with_opposite_wishes_get_each_its_own() -> None:
     play(story)
 
 
+def test_a_pool_that_is_scaled_again_at_once_is_not_set_back() -> None:
+    """While its count goes to the fleet, before its status says so."""
+
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        again: list[str] = []
+
+        def hook(method: str, path: str, body: Object) -> None:
+            if body.get("spec", {}).get("decode", {}) == {"replicas": 4} and not again:
+                again.append(path)
+                s.scale("demo-decode", 1)
+
+        s.store.hooks.append(hook)
+        s.scale("demo-decode", 4)
+        await s.until(lambda: bool(again) and counts(s) == (1, 1))
+        await s.settle()
+        assert (s.ready("prefill"), s.ready("decode")) == (1, 1)
+        s.change(decode={"replicas": 4})
+        await s.settle()
+        assert counts(s) == (1, 4), "what the fleet says later goes before what a pool once asked"
+
+    play(story)
+
+
 def test_when_fleet_and_pool_are_changed_at_once_the_fleet_counts() -> None:
     async def story(s: Scene) -> None:
         s.create()
