@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster_nodes import Behaviour, PretendKubelet, Workloads, is_ready
 from cluster_store import GROUPS, MONITORS, Kind, Store, StoreApi

@@ -6,34 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from server_fixtures import etcd, nats
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from servers import Etcd, Nats
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[Etcd]:
-    server = Etcd(tmp_path / "etcd")
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-
-
-@pytest.fixture
-def nats(tmp_path: Path) -> Iterator[Nats]:
-    server = Nats(tmp_path / "nats")
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
+__all__ = ["demo_fleet", "etcd", "nats"]
 
 
 @pytest.fixture(scope="session")
