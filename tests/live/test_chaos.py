@@ -19,11 +19,7 @@ from processes import Plan, running
 pytestmark = pytest.mark.live
 
 # A request waits for a worker instead of failing at once, and its silent worker is found sooner.
-# One worker after the other dies under the same request, more often than the three times it is allowed.
-ROUTER = (
-    *("--flow.worker-wait-s", "120", "--flow.resume-wait-s", "120"),
-    *("--flow.max-failovers", "20", "--wire.heartbeat-s", "1"),
-)
+ROUTER = ("--flow.worker-wait-s", "60", "--flow.resume-wait-s", "60", "--wire.heartbeat-s", "1")
 WORKER = ("--wire.heartbeat-s", "1", "--chassis.drain-limit-s", "10")
 FLAGS = {"router": ROUTER, "prefill": WORKER, "decode": WORKER}
 
