@@ -9,8 +9,10 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((aligned(64))) Tiles;
 
-/* Linux gives a process the tiles' 8 KiB of state only when asked (arch_prctl, ARCH_REQ_XCOMP_PERM). */
-static int32_t allow_amx(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+/* Linux gives a process the tiles' 8 KiB of state only when asked (arch_prctl, ARCH_REQ_XCOMP_PERM), and not
+   where a filter of system calls or a small signal stack forbids it: then a tile instruction ends the process. */
+static int32_t amx_allowed;
+static int32_t allow_amx(void) { return amx_allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 INLINE void set_tile(Tiles *tiles, int index, int rows, int bytes) {
     tiles->rows[index] = (uint8_t)rows;
@@ -28,7 +30,7 @@ INLINE void tile_dots_f32(const float *keys, int64_t tokens, int64_t dim, int64_
 }
 
 INLINE int begin_tiles_bf16(const bf16 *queries, int64_t count, int64_t lanes, int64_t dim, int64_t size) {
-    if (dim % 32 || dim > 128 || size % 16) return 0;
+    if (!amx_allowed || dim % 32 || dim > 128 || size % 16) return 0;
     uint32_t pairs[4 * 16 * 16];
     for (int64_t k = 0; k < dim / 2; k++)
         for (int64_t q = 0; q < lanes; q++) {

@@ -125,9 +125,12 @@ INLINE f16v smaller(f16v a, f16v b) {
 #endif
 }
 
+/* The nearest in [low, high]. Not a number stays one, as the second operand of both does. */
+INLINE f16v within(float low, f16v x, float high) { return smaller(spread(high), larger(spread(low), x)); }
+
 /* exp by Cody and Waite's reduction and Cephes' polynomial: 2 ulp; below -87 it is 1e-38, not 0. */
 INLINE f16v fast_exp(f16v x) {
-    x = smaller(larger(x, spread(-87.0f)), spread(88.0f));
+    x = within(-87.0f, x, 88.0f);
     f16v shifted = x * 1.44269504f + 12582912.0f;
     f16v n = shifted - 12582912.0f;
     f16v r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -142,7 +145,7 @@ INLINE f16v fast_exp(f16v x) {
 
 /* (e^2x - 1) / (e^2x + 1), saturating. */
 INLINE f16v fast_tanh(f16v x) {
-    f16v e = fast_exp(2.0f * smaller(larger(x, spread(-15.0f)), spread(15.0f)));
+    f16v e = fast_exp(2.0f * within(-15.0f, x, 15.0f));
     return (e - 1.0f) / (e + 1.0f);
 }
 

@@ -136,6 +136,7 @@ INLINE void split_row(const bf16 *x, int8_t *high, int8_t *low, float *scale, in
 /* The same with int8 weights, whose outputs have scales [n]. k is a multiple of 64. Returns 1 without memory. */
 EXPORT int32_t product_int8(const bf16 *x, const int8_t *weights, const float *scales, const float *bias, void *out,
                             int32_t wide, int64_t m, int64_t n, int64_t k) {
+    if (!m) return 0;
     int64_t most = m < ROWS ? m : ROWS;
     int8_t *high = scratch(2, most * k), *low = scratch(3, most * k);
     float *factors = scratch(4, most * sizeof(float));

@@ -136,6 +136,22 @@ def test_only_decodes_and_only_prompts(name: str) -> None:
         check(name, (4, 2, 32, 16), "bfloat16", spec, Look(0.2))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gather", "cpu"])
+@pytest.mark.parametrize("part", ["query", "key"])
+def test_what_is_not_a_number_stays_so(name: str, part: str, dtype: str) -> None:
+    """So that the sampler refuses it, rather than drawing a wrong token."""
+    for look in (Look(0.15), Look(0.15, soft_cap=5.0)):
+        pool, plan, rows, _, _ = scene(4, 2, 64, 16, dtype, [(17, 1), (40, 1), (3, 20)])
+        attention = backend(name, pool)
+        prepared = attention.prepare(plan)
+        rows[:, 0 if part == "query" else 4, 3] = torch.nan
+        attention.write(1, rows[:, 4:], prepared)
+        found = attention.attend(1, rows[:, :4], prepared, look)
+        assert found[:, 0].isnan().any(dim=1).all()
+        assert found[:, 2:].isfinite().all()
+
+
 def test_auto_says_which_backend_it_takes_and_why(caplog: pytest.LogCaptureFixture) -> None:
     pool = KvPool(KvLayout(1, 1, 8, 4, "float16"), torch.zeros(2, 128, dtype=torch.uint8))
     with caplog.at_level(logging.INFO):

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from engine.native import library
 from engine.native.library import Unusable, build
+
+MADE = 'while [ "$1" != -o ]; do [ "$1" = --version ] && exit; shift; done; echo kernels > "$2"'
+"""Of a compiler that compiles."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +67,9 @@ def test_another_compiler_makes_another_file(tmp_path: Path, monkeypatch: pytest
     [
         ("exit 3", "did not compile the kernels: it ended with 3"),
         ("echo 'a/kernels.c:3:1: error: no such thing' >&2; exit 1", r"kernels\.c:3:1: error: no such thing"),
+        (r"printf 'error: \377\200\n' >&2; exit 1", "error: "),
+        ("exit 0", "it wrote no file"),
+        ('while [ "$1" != --version ]; do echo on and on; done', "says more than a compiler would"),
     ],
 )
 def test_a_compiler_that_fails_is_quoted(
@@ -78,3 +88,152 @@ def test_without_a_compiler_and_switched_off(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PDFLEET_NATIVE", "0")
     with pytest.raises(Unusable, match="switched off by PDFLEET_NATIVE=0"):
         build()
+
+
+@pytest.mark.parametrize("limit", ["_LIMIT_S", "_VERSION_LIMIT_S"])
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(
+    limit: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the front end waits for a compiler proper that holds its output open."""
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    held = os.open(started, os.O_RDONLY | os.O_NONBLOCK)
+    version = "" if limit == "_VERSION_LIMIT_S" else '[ "$1" = --version ] && exit; '
+    monkeypatch.setenv(
+        "CC", compiler(tmp_path, f"{version}(echo > {started}; exec sleep 1000 9> {started}) & wait")
+    )
+    monkeypatch.setattr(library, limit, 0.3)
+    with pytest.raises(Unusable, match=r"did not end within 0\.3 s"):
+        build()
+    assert os.listdir(cache) == []
+    os.set_blocking(held, True)
+    while os.read(held, 100):  # until nobody holds it
+        pass
+    os.close(held)
+
+
+def test_a_file_that_lost_its_end_or_was_changed_is_made_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading one that lost its end would end the process with SIGBUS."""
+    monkeypatch.setenv("CC", compiler(tmp_path, MADE))
+    path = build()
+    whole = path.read_bytes()
+    elsewhere = tmp_path / "elsewhere"
+    for broken in (b"", whole[:-1], whole[:4], b"K" + whole[1:]):
+        path.write_bytes(broken)
+        assert build() == path
+        assert path.read_bytes() == whole
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert build() == path
+    assert not path.is_symlink()
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = compiler(tmp_path, MADE)
+    monkeypatch.setenv("CC", plain)
+    first = build()
+    monkeypatch.setenv("CC", f"{plain} -mtune=generic")
+    assert build() != first
+    monkeypatch.setenv("CC", "'cc")
+    with pytest.raises(Unusable, match="is no command: No closing quotation"):
+        build()
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    with pytest.raises(Unusable, match="none cannot be run: "):
+        build()
+
+
+def test_a_folder_of_another_user_is_not_used_and_an_open_one_is_closed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, MADE))
+    cache.mkdir()
+    cache.chmod(0o777)
+    build()
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    owner = cache.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(Unusable, match=f"belongs to user {owner}, .* PDFLEET_CACHE names another"):
+        build()
+
+
+def test_what_killed_processes_left_is_removed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, MADE))
+    old, new = cache / "making-old", cache / "making-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "kernels.so").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    path = build()
+    assert sorted(os.listdir(cache)) == sorted([path.name, new.name])
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PDFLEET_CACHE")
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(Unusable, match=r"no folder .* home directory.* PDFLEET_CACHE names one"):
+        build()
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@needs_compiler
+def test_what_is_no_library_of_kernels_is_told(tmp_path: Path) -> None:
+    """In a process of its own, as what was loaded stays."""
+    script = """
+from engine.native.library import Unusable, native
+try:
+    native()
+except Unusable as why:
+    print(why)
+"""
+    other = compiler(tmp_path, MADE)
+    for made, said in ((other, "file too short"), ("cc -Dhighest=lowest", "undefined symbol: highest")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "CC": made},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "the kernels cannot be loaded: " in done.stdout
+        assert said in done.stdout
+
+
+TILES = """
+import ctypes, torch
+class Stack(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+memory = ctypes.create_string_buffer(6144)
+ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 6144)), None)
+from engine.attention.cpu import CpuAttention
+from engine.attention.protocol import Look
+from engine.kv_pool import KvPool
+from engine.native.library import native
+from engine.step_plan import plan_step
+from engine.words import Chunk
+from fleet.kv_layout import KvLayout
+from fleet.request import Sampling
+layout = KvLayout(1, 1, 64, 16, "bfloat16")
+attention = CpuAttention(KvPool(layout, torch.zeros(1, layout.block_bytes, dtype=torch.uint8)))
+prepared = attention.prepare(plan_step([Chunk(0, (1,), 0, (0,), True, Sampling(1))], layout))
+rows = torch.ones(1, 4, 64, dtype=torch.bfloat16)
+attention.write(0, rows[:, 2:], prepared)
+print(native().amx, attention.attend(0, rows[:, :2], prepared, Look(0.1)).sum().item())
+"""
+
+
+@needs_compiler
+def test_without_leave_to_use_matrix_tiles_nothing_uses_them() -> None:
+    """Linux refuses it to a process with a small signal stack; a tile instruction would then end it."""
+    done = subprocess.run([sys.executable, "-c", TILES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "128.0"]
