@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parity import SEEN, check, load, prompt, reference
 
 from engine.build import build_runner
 from engine.loop import Engine
@@ -24,51 +24,7 @@ from fleet.block_hash import HashKeys
 from fleet.model_files import resolve
 from fleet.request import Sampling
 
-VARIANTS = ["smollm", "llama2", "llama3", "llama-biases", "mistral", "qwen2"]
-VOCABULARY = 160
 GREEDY = Sampling(max_tokens=1 << 20, temperature=0)
-SEEN = Sampling(max_tokens=1 << 20, temperature=0, logprobs=VOCABULARY)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length} {seed}").choices(range(3, VOCABULARY), k=length)
-
-
-def load(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def reference_logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
-
-
-def seen_logprobs(sequence: Any) -> torch.Tensor:
-    """All log-probabilities the runner gave at each drawn position, `[drawn, vocabulary]`."""
-    table = torch.empty(len(sequence.drawn), VOCABULARY)
-    for row, found in zip(table, sequence.logprobs, strict=True):
-        for token, value in found.top:
-            row[token] = value
-    return table
-
-
-def check(model: Any, sequence: Any) -> None:
-    tokens = sequence.prompt + sequence.drawn
-    expected = reference_logprobs(model, tokens)[len(sequence.prompt) - 1 : -1]
-    torch.testing.assert_close(seen_logprobs(sequence), expected, atol=2e-3, rtol=1e-3)
-    assert sequence.drawn == seen_logprobs(sequence).argmax(dim=-1).tolist()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_logprob_of_prompt_and_decode_is_the_reference(
-    variant: str, small_model: Callable[[str], Path], small_runner: Callable[..., TorchRunner], drive: Any
-) -> None:
-    driver = drive(small_runner(variant))
-    sequences = [driver.add(prompt(length), 8, SEEN) for length in (1, 5, 16, 17, 80)]
-    driver.run(sequences, 8)
-    model = load(small_model(variant))
-    for sequence in sequences:
-        check(model, sequence)
 
 
 def test_prompts_longer_than_a_block_of_scores(
@@ -188,7 +144,7 @@ def test_through_the_engine_preempted_and_from_its_prefix_cache(
     for tokens in prompts:
         answer: list[int] = []
         for _ in range(24):
-            answer.append(int(reference_logprobs(model, tokens + answer)[-1].argmax()))
+            answer.append(int(reference(model, tokens + answer)[-1].argmax()))
         expected.append(answer)
     drawn: dict[str, list[int]] = {}
     finished: dict[str, Finished] = {}
@@ -328,12 +284,12 @@ def test_demo_model_in_bfloat16_chooses_what_the_reference_is_sure_of(
     settings = EngineSettings(dtype="bfloat16", device="cpu", kv_memory_bytes=1 << 27, weights=weights)
     driver = drive(build_runner(demo_folder, settings))
     sure = 0.3 if weights == "auto" else 1.0
-    seen = replace(GREEDY, logprobs=5)
+    best = replace(GREEDY, logprobs=5)
     compared, difference = 0, []
     for tokens, answer in list(zip(demo_prompts, expected, strict=True))[::4]:
-        sequence = driver.add(tokens, NEW, seen)
-        reference = reference_logprobs(model, tokens + answer)[len(tokens) - 1 : -1]
-        top = reference.topk(2, dim=-1).values
+        sequence = driver.add(tokens, NEW, best)
+        told = reference(model, tokens + answer)[len(tokens) - 1 : -1]
+        top = told.topk(2, dim=-1).values
         margins = (top[:, 0] - top[:, 1]).tolist()
         for place, (token, margin) in enumerate(zip(answer, margins, strict=True)):
             driver.step([sequence])
@@ -341,7 +297,7 @@ def test_demo_model_in_bfloat16_chooses_what_the_reference_is_sure_of(
                 compared += 1
                 assert sequence.drawn[-1] == token, (place, margin)
             difference += [
-                abs(value - float(reference[place, other])) for other, value in sequence.logprobs[-1].top
+                abs(value - float(told[place, other])) for other, value in sequence.logprobs[-1].top
             ]
             sequence.drawn[-1] = token
     assert compared > 50
