@@ -178,23 +178,20 @@ class Progress:
 
         console = terminal(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=console, transient=True)
-        self._shown = not quiet and console.is_terminal
+        shown = not quiet and console.is_terminal
+        self._bar = Bar(*columns, console=console, transient=True, disable=not shown)
         self._task = self._bar.add_task("work alone", total=None)
         self._runs = 0
 
     def __enter__(self) -> Progress:
-        if self._shown:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._bar.stop()
+        self._bar.stop()
 
     def show(self, title: str, ended: int, total: int) -> None:
         if ended == 1:
             self._runs += 1
-        if self._shown:
-            told = f"simulation {self._runs}: {title}"
-            self._bar.update(self._task, description=told, completed=ended, total=total)
+        told = f"simulation {self._runs}: {title}"
+        self._bar.update(self._task, description=told, completed=ended, total=total)

@@ -189,22 +189,20 @@ class _Progress:
         from fleetctl.view import terminal
 
         console = terminal(stderr=True)
-        self._bar = Progress(console=console, transient=True, auto_refresh=False)
-        self._shown = not quiet and console.is_terminal
+        shown = not quiet and console.is_terminal
+        self._bar = Progress(console=console, transient=True, auto_refresh=False, disable=not shown)
         self._task = self._bar.add_task("simulated", total=None)
         self._seen = 0
 
     def __enter__(self) -> _Progress:
-        if self._shown:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._bar.stop()
+        self._bar.stop()
 
     def show(self, asked: int, ended: int, now: float) -> None:
         self._seen += 1
-        if self._shown and self._seen % 100 == 0:
+        if self._seen % 100 == 0:
             self._bar.update(self._task, description=f"{now:,.0f} s: {ended:,} of {asked:,} asked have ended")
             self._bar.refresh()
