@@ -38,6 +38,10 @@ LATENCY = "latency"
 `latency:base=5,prompt=0.1,decode=0.2,context=0.001`."""
 
 
+_LONGEST_CONFIG = 16 << 20
+"""Bytes."""
+
+
 def latency_model(name: str) -> LatencyModel | None:
     """The times in a model's name; None where it names a real model. BadRequest on an unknown part."""
     kind, _, settings = name.partition(":")
@@ -151,8 +155,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Contents of a folder's config.json."""
     path = folder / "config.json"
     try:
+        if path.stat().st_size > _LONGEST_CONFIG:
+            raise BadRequest(f"{path} has {path.stat().st_size} bytes; no configuration is as long")
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadRequest(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise BadRequest(f"{path} is not a JSON object")
@@ -168,7 +174,10 @@ def fingerprint(folder: Path, config: dict[str, Any], layout: KvLayout, weights:
     model = DecoderConfig.read(config)
     told = f"{model!r}\n{weights_digest(folder)}" + ("" if weights == "auto" else f"\n{weights}")
     digest = hashlib.blake2b(told.encode(), digest_size=16)
-    tokenizer = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
+    try:
+        tokenizer = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16)
+    except OSError as error:
+        raise BadRequest(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
     return Fingerprint.of(layout, model=digest.hexdigest(), tokenizer=tokenizer.hexdigest(), rope=model.rope)
 
 

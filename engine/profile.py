@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from safetensors import safe_open
 
 from engine.memory import MemoryBudget, ModelShape, activation_bytes, graph_bytes, kv_bytes
 from engine.padding import sizes_for
 from engine.settings import EngineSettings
 from engine.sparing import OutOfMemory
-from engine.weights import weight_files
+from engine.weights import open_weights, weight_files
 from engine.words import Batch, Chunk
 from fleet.errors import BadRequest
 from fleet.kv_layout import DTYPE_BYTES, KvLayout
@@ -133,8 +132,6 @@ def largest_steps(layout: KvLayout, blocks: int, max_tokens: int, settings: Engi
 def _numbers(folder: Path) -> int:
     count = 0
     for path in weight_files(folder):
-        if not path.is_file():
-            raise BadRequest(f"{folder} lacks {path.name}, which its index names")
-        with safe_open(path, framework="pt") as file:
+        with open_weights(folder, path) as file:
             count += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return count

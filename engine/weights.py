@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +44,37 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, by its index if it has one, in name order."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        return sorted({folder / name for name in _named(index)})
     single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise BadRequest(f"{folder} has no .safetensors file")
     return files
+
+
+def _named(index: Path) -> set[str]:
+    """Files by the names that an index has; it names nothing outside of its folder."""
+    try:
+        read = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadRequest(f"{index} cannot be read as JSON: {error}") from error
+    names = read.get("weight_map") if isinstance(read, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise BadRequest(f"{index} has no weight_map of tensors to files")
+    for name in names.values():
+        if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BadRequest(f"{index} names {name!r}, which is no file in its folder")
+    return set(names.values())
+
+
+def open_weights(folder: Path, path: Path) -> Any:
+    """One of `weight_files`, as a context manager."""
+    if not path.is_file():
+        raise BadRequest(f"{folder} has no file {path.name}, which is to hold its weights")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise BadRequest(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def weights_digest(folder: Path) -> str:
@@ -94,12 +120,7 @@ class Checkpoint:
         self._files = ExitStack()
         self._where: dict[str, Any] = {}
         for path in weight_files(folder):
-            if not path.is_file():
-                raise BadRequest(f"{folder} lacks {path.name}, which its index names")
-            try:
-                file = self._files.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise BadRequest(f"{path} is not a readable safetensors file: {error}") from error
+            file = self._files.enter_context(open_weights(folder, path))
             self._where |= dict.fromkeys(file.keys(), file)
         self._left = set(self._where)
         self._lock = Lock()
@@ -114,6 +135,7 @@ class Checkpoint:
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """A tensor of its own memory, in the model's type, on its device."""
+        self._check(name, tuple(shape))
         return self._into(torch.empty(tuple(shape), dtype=self._dtype, device=self._device), [name])
 
     def linear(
@@ -128,6 +150,8 @@ class Checkpoint:
         `order`: `[sum(outs)]`, which of their outputs goes where."""
         weight, biases = self.stacked([names], outs, inner)[0], None
         if bias:
+            for name, out in zip(names, outs, strict=True):
+                self._check(f"{name}.bias", (out,))
             biases = torch.empty(sum(outs), dtype=self._dtype, device=self._device)
             biases = self._into(biases, [f"{name}.bias" for name in names], outs)
         if order is not None:
@@ -137,6 +161,9 @@ class Checkpoint:
 
     def stacked(self, names: Sequence[Sequence[str]], outs: Sequence[int], inner: int) -> Tensor:
         """Such matrices, one a list of names: `[lists, sum(outs), inner]`."""
+        for each in names:
+            for name, out in zip(each, outs, strict=True):
+                self._check(f"{name}.weight", (out, inner))
         every = torch.empty(len(names), sum(outs), inner, dtype=self._dtype, device=self._device)
         for part, each in zip(every, names, strict=True):
             self._into(part, [f"{name}.weight" for name in each], outs)
@@ -146,18 +173,21 @@ class Checkpoint:
         """Reads tensors one under the other into their place: nothing is copied twice."""
         parts = torch.split(out, list(outs)) if outs else (out,)
         for name, part in zip(names, parts, strict=True):
-            part.copy_(self._read(name, tuple(part.shape)))
+            part.copy_(self._where[name].get_tensor(name))
+            if not _finite(part):
+                kind = str(self._dtype).removeprefix("torch.")
+                raise BadRequest(f"{self._folder}: tensor {name} has numbers that are not finite in {kind}")
             with self._lock:
                 self._left.discard(name)
                 if self._progress:
                     self._progress("load", len(self._where) - len(self._left), len(self._where))
         return out
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before memory is taken for it: a mistake in a config may ask for any amount."""
         if name not in self._where:
             raise BadRequest(f"{self._folder} has no tensor {name}")
-        file = self._where[name]
-        part = file.get_slice(name)
+        part = self._where[name].get_slice(name)
         if tuple(part.get_shape()) != shape:
             raise BadRequest(
                 f"{self._folder}: tensor {name} has shape {tuple(part.get_shape())}; its config says {shape}"
@@ -167,8 +197,6 @@ class Checkpoint:
                 f"{self._folder}: tensor {name} is {part.get_dtype()}; supported: {', '.join(_PLAIN)}. "
                 "Quantized weights are not"
             )
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
 
     def has(self, name: str) -> bool:
         return name in self._where
@@ -207,3 +235,10 @@ class Checkpoint:
                 f"{self._folder} has {len(self._left)} tensors this model does not know, "
                 f"such as {min(self._left)}"
             )
+
+
+def _finite(values: Tensor) -> bool:
+    """Of contiguous ones. What is not finite makes a sum so; a piece at a time, so that no copy is large."""
+    return all(
+        math.isfinite(piece.sum(dtype=torch.float32)) for piece in torch.split(values.view(-1), 1 << 22)
+    )

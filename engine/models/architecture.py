@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from engine.models.rope import Rope, read_rope
+from engine.models.rope import MOST_POSITIONS, Rope, read_rope
 from fleet.errors import BadRequest
+
+_MOST = {
+    "num_hidden_layers": 1 << 12,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "max_position_embeddings": MOST_POSITIONS,
+}
+"""Of what is laid out before a checkpoint can tell that it is a mistake."""
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
@@ -229,7 +237,17 @@ class DecoderConfig:
     @classmethod
     def read(cls, config: dict[str, Any]) -> DecoderConfig:
         """From the contents of config.json; BadRequest names what is missing or not supported."""
-        name = str((config.get("architectures") or ["(none)"])[0])
+        try:
+            return cls._read(config)
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            raise BadRequest(
+                f"config.json has something of another kind than it should be: {error}"
+            ) from error
+
+    @classmethod
+    def _read(cls, config: dict[str, Any]) -> DecoderConfig:
+        names = config.get("architectures") or ["(none)"]
+        name = str(names[0] if isinstance(names, list) else names)
         if name not in ARCHITECTURES:
             raise BadRequest(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
         architecture = ARCHITECTURES[name]
@@ -253,24 +271,42 @@ def _read(architecture: Architecture, config: dict[str, Any]) -> DecoderConfig:
             raise BadRequest(f"config.json has no number {key}")
         if value < 1:
             raise BadRequest(f"config.json has {key} {value}; it must be at least 1")
+        if value > _MOST.get(key, 1 << 31):
+            raise BadRequest(
+                f"config.json has {key} {value}; at most {_MOST.get(key, 1 << 31)} can be served"
+            )
         return value
 
+    def above_zero(key: str, otherwise: float) -> float:
+        value = config.get(key)
+        value = otherwise if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise BadRequest(f"config.json has {key} {value!r}; it must be a number above 0")
+        return float(value)
+
+    def cap(key: str) -> float | None:
+        given = architecture.caps and config.get(key) is not None
+        return above_zero(key, 0.0) if given else None
+
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) and not isinstance(config[key], dict):
+            raise BadRequest(f"config.json has {key} {config[key]!r}; it must be an object")
     activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise BadRequest(f"hidden_act {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     if config.get("use_bidirectional_attention"):
         raise BadRequest("use_bidirectional_attention is not supported: tokens see those before them")
     heads, hidden, count = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    kv_heads = need("num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise BadRequest(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = need("head_dim") if config.get("head_dim") else hidden // heads
     experts = _experts(architecture, config, need)
     layers, ropes, max_tokens = _layers(
         architecture, config, count, head_dim, need("max_position_embeddings")
     )
     attention_bias = bool(config.get("attention_bias", False))
-    query_scale = config.get("query_pre_attn_scalar") if architecture.caps else None
+    query_scale = above_zero("query_pre_attn_scalar", head_dim) if architecture.caps else float(head_dim)
     return DecoderConfig(
         vocabulary=need("vocab_size"),
         hidden=hidden,
@@ -280,8 +316,8 @@ def _read(architecture: Architecture, config: dict[str, Any]) -> DecoderConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        scale=float(query_scale or head_dim) ** -0.5,
-        epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        scale=query_scale**-0.5,
+        epsilon=above_zero("rms_norm_eps", 1e-6),
         norm_offset=architecture.norm_offset,
         head_norms=architecture.head_norms,
         norms_after=architecture.norms_after,
@@ -293,8 +329,8 @@ def _read(architecture: Architecture, config: dict[str, Any]) -> DecoderConfig:
         qkv_bias=architecture.qkv_bias or attention_bias,
         out_bias=attention_bias and not architecture.qkv_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        score_cap=config.get("attn_logit_softcapping") if architecture.caps else None,
-        logit_cap=config.get("final_logit_softcapping") if architecture.caps else None,
+        score_cap=cap("attn_logit_softcapping"),
+        logit_cap=cap("final_logit_softcapping"),
         max_tokens=max_tokens,
         nested=architecture.nested,
     )
@@ -357,6 +393,8 @@ def _turned(architecture: Architecture, config: dict[str, Any], count: int) -> l
     listed = config.get("no_rope_layers")
     if listed is None:
         every = int(config["no_rope_layer_interval"])
+        if every < 1:
+            raise BadRequest(f"no_rope_layer_interval is {every}; it must be at least 1")
         return [(index + 1) % every != 0 for index in range(count)]
     if not isinstance(listed, list) or len(listed) < count:
         raise BadRequest(f"no_rope_layers wants {count} numbers, one a layer")
@@ -380,6 +418,8 @@ def _kinds(architecture: Architecture, config: dict[str, Any], turned: list[bool
         "pattern": lambda index: (index + 1) % config["sliding_window_pattern"] != 0,
         "unturned": lambda index: not turned[index],
     }
+    if architecture.sliding == "pattern" and config["sliding_window_pattern"] == 0:
+        raise BadRequest("sliding_window_pattern is 0; it must be at least 1")
     local = rules[architecture.sliding]
     return [_LOCAL if local(index) else _GLOBAL for index in range(count)]
 

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fleet.errors import BadRequest
 
+MOST_POSITIONS = 1 << 22
+"""Longest sequence that is laid out; more is a mistake in a configuration, and would take gigabytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -77,7 +80,10 @@ class _Settings:
         value = otherwise if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadRequest(f"rotary scaling {self.kind!r} has no number {key}")
-        return float(value)
+        number = float(value)
+        if not math.isfinite(number):
+            raise BadRequest(f"rotary scaling {self.kind!r} has {key} {value}; it must be finite")
+        return number
 
     @property
     def factor(self) -> float:
@@ -112,8 +118,14 @@ def _linear(settings: _Settings) -> _Scaling:
 
 def _llama3(settings: _Settings) -> _Scaling:
     """Long wavelengths are stretched by the factor, short ones stay, between them it goes over smoothly."""
-    factor = settings.number("factor")
+    settings.number("factor")
+    factor = settings.factor
     low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
+    if not 0 < low < high:
+        raise BadRequest(
+            f"rotary scaling 'llama3' has low_freq_factor {low} and high_freq_factor {high}; "
+            "they must be above 0, and the second the larger one"
+        )
     scales = []
     for place in range(settings.half):
         turns = settings.original * settings.theta ** (-2 * place / settings.turned) / (2 * math.pi)
@@ -131,8 +143,12 @@ def _yarn(settings: _Settings) -> _Scaling:
         angle = math.log(settings.original / (turns * 2 * math.pi))
         return turned * angle / (2 * math.log(settings.theta))
 
-    low = place(settings.number("beta_fast", 32))
-    high = place(settings.number("beta_slow", 1))
+    fast, slow = settings.number("beta_fast", 32), settings.number("beta_slow", 1)
+    if fast <= 0 or slow <= 0:
+        raise BadRequest(
+            f"rotary scaling 'yarn' has beta_fast {fast} and beta_slow {slow}; both must be above 0"
+        )
+    low, high = place(fast), place(slow)
     if settings.given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, turned - 1)
@@ -161,6 +177,8 @@ def _longrope(settings: _Settings) -> _Scaling:
     factor, magnitude = settings.factor, 1.0
     if factor > 1:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(settings.original))
+    if not all(isinstance(number, int | float) and number > 0 for number in factors):
+        raise BadRequest("rotary scaling 'longrope' has a short_factor that is no number above 0")
     scales = tuple(1.0 / float(number) for number in factors)
     longest = min(settings.longest, settings.original)
     return scales, settings.number("attention_factor", magnitude), longest
@@ -194,15 +212,25 @@ def read_rope(
     turned = int(head_dim * part)
     if turned % 2 or head_dim % 2 or not 0 < turned <= head_dim:
         raise BadRequest(f"{turned} of {head_dim} numbers of a head cannot be turned in pairs")
-    if float(given["rope_theta"]) <= 1.0:
-        raise BadRequest(f"rope_theta is {given['rope_theta']}; it must be above 1")
+    theta = given["rope_theta"]
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1.0 < theta < 1e30:
+        raise BadRequest(f"rope_theta is {theta}; it must be a number above 1 and below 1e30")
+    before = original or given.get("original_max_position_embeddings") or longest
+    if isinstance(before, bool) or not isinstance(before, int | float) or not 1 <= before <= MOST_POSITIONS:
+        raise BadRequest(
+            f"original_max_position_embeddings is {before}; it must be from 1 to {MOST_POSITIONS}"
+        )
     settings = _Settings(
         given=given,
         kind=kind,
-        theta=float(given["rope_theta"]),
+        theta=float(theta),
         turned=turned,
         longest=longest,
-        original=int(original or given.get("original_max_position_embeddings") or longest),
+        original=int(before),
     )
     scales, magnitude, exact = _KINDS[kind](settings)
+    if exact > MOST_POSITIONS:
+        raise BadRequest(
+            f"rotary scaling {kind!r} reaches {exact} positions; at most {MOST_POSITIONS} can be served"
+        )
     return Rope(kind, settings.theta, head_dim, turned, scales, magnitude), exact
