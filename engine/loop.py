@@ -83,10 +83,12 @@ class Engine:
         sink: Callable[[StepReport], None],
         constrain: Constrain | None = None,
         memory: Mapping[str, int] | None = None,
+        vocabulary: int = 1 << 32,
     ) -> None:
         """`sink` is called by `run` only, once or twice a step, and must not raise. A sequence's last word
         is `Finished`, or `Held` for a `hold` sequence that was computed. Without `constrain`, constraints
-        are refused. `memory`: where the device's bytes go (`MemoryBudget.counters`), told with the load."""
+        are refused. `memory`: where the device's bytes go (`MemoryBudget.counters`), told with the load.
+        `vocabulary`: token ids are below this."""
         self._runner = runner
         self._constrain = constrain
         self._memory = dict(memory or {})
@@ -96,6 +98,7 @@ class Engine:
             block_size=runner.layout.block_size,
             max_tokens=self.max_tokens,
             settings=settings,
+            vocabulary=vocabulary,
         )
         self._wake = asyncio.Event()
         self._grants: dict[str, asyncio.Future[Reservation]] = {}

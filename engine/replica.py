@@ -46,14 +46,15 @@ async def load_replica(
         layout.dtype,
     )
     runner = await asyncio.to_thread(build_runner, source, settings, memory)
-    constrain = None
+    constrain, vocabulary = None, 1 << 32
     memory_bytes: dict[str, int] = {}
     if isinstance(runner, TorchRunner):
         if runner.budget is not None:
             log.info("memory: %s", runner.budget)
             memory_bytes = runner.budget.counters()
-        constrain = await asyncio.to_thread(_constrain, Path(source), runner.vocabulary, settings)
-    return Engine(runner, settings, sink, constrain, memory_bytes), name
+        vocabulary = runner.vocabulary
+        constrain = await asyncio.to_thread(_constrain, Path(source), vocabulary, settings)
+    return Engine(runner, settings, sink, constrain, memory_bytes, vocabulary), name
 
 
 def _constrain(folder: Path, vocabulary: int, settings: EngineSettings) -> Constrain | None:

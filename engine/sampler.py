@@ -22,6 +22,9 @@ _CACHED = 1 << 16
 """Numbers of noise that stay in a CPU's second level cache while they are made."""
 
 
+_COLDEST = 1e-30
+"""Temperatures below it, which float32 rounds to 0 at some point, draw the likeliest as 0 does."""
+
 _LAST = -1e4
 """Added to the logit of an end token that is not wanted yet, where a constraint may leave nothing else: far
 below every other logit, yet a number."""
@@ -56,7 +59,7 @@ def _by_torch(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
     best, tokens = _highest(logits)
     if not bool(torch.isfinite(best).all()):
         _refuse(best.tolist())
-    random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
+    random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature >= _COLDEST]
     if random:
         _draw_random(logits, best, tokens, random, chunks)
     drawn: list[int] = tokens.tolist()
@@ -103,7 +106,8 @@ def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogpro
 
 
 def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
-    """Bias, minimum length and penalties, for the rows that have any."""
+    """Bias, minimum length and penalties, for the rows that have any. Of tokens that the model has not, as
+    some tokenizers do, a bias means nothing."""
     rows: list[int] = []
     columns: list[int] = []
     added: list[float] = []
@@ -125,6 +129,10 @@ def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
             rows.append(row)
             columns.append(token)
             added.append(least)
+    if columns and not 0 <= min(columns) <= max(columns) < logits.shape[1]:
+        known = [place for place, token in enumerate(columns) if 0 <= token < logits.shape[1]]
+        rows, columns = [rows[place] for place in known], [columns[place] for place in known]
+        added = [added[place] for place in known]
     if rows:
         device = logits.device
         index = (torch.tensor(rows, device=device), torch.tensor(columns, device=device))

@@ -86,12 +86,22 @@ class _GivenUp:
 
 
 class Scheduler:
-    def __init__(self, *, blocks: int, block_size: int, max_tokens: int, settings: EngineSettings) -> None:
-        """`blocks` of `block_size` tokens; `max_tokens`: longest sequence the model allows."""
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        block_size: int,
+        max_tokens: int,
+        settings: EngineSettings,
+        vocabulary: int = 1 << 32,
+    ) -> None:
+        """`blocks` of `block_size` tokens; `max_tokens`: longest sequence the model allows; `vocabulary`: its
+        token ids are below this."""
         self.pool = BlockPool(blocks, caching=settings.prefix_cache)
         self.counters = Counters()
         self._block_size = block_size
         self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
         self._settings = settings
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -720,6 +730,13 @@ class Scheduler:
             )
         if min(new.prompt) < 0 or max(new.prompt) >= 1 << 32 or (new.generated and min(new.generated) < 0):
             raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt")
+        highest = max(max(new.prompt), max(new.generated, default=0))
+        if highest >= self._vocabulary:
+            # In a step it would end all sequences of its batch.
+            raise BadRequest(
+                f"there is no token {highest} in this model; ids go from 0 to {self._vocabulary - 1}",
+                param="prompt",
+            )
         if len(new.generated) >= new.sampling.max_tokens:
             raise BadRequest(
                 f"{len(new.generated)} tokens are generated already; "

@@ -97,8 +97,13 @@ class TorchRunner:
         """The same, at once, in the caller's thread and as a whole: `OutOfMemory` where that does not fit."""
         try:
             return self._computed(batch)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             cause = str(error).partition(". ")[0]
+        except RuntimeError as error:
+            # What torch raises for want of a host's memory has no type of its own.
+            if "DefaultCPUAllocator" not in str(error):
+                raise
+            cause = str(error).rpartition("DefaultCPUAllocator: ")[2]
         # Outside of the handler: until then the failed try's tensors are alive.
         gc.collect()
         if self._device.type == "cuda":

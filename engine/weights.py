@@ -240,5 +240,5 @@ class Checkpoint:
 def _finite(values: Tensor) -> bool:
     """Of contiguous ones. What is not finite makes a sum so; a piece at a time, so that no copy is large."""
     return all(
-        math.isfinite(piece.sum(dtype=torch.float32)) for piece in torch.split(values.view(-1), 1 << 22)
+        math.isfinite(piece.sum(dtype=torch.float32)) for piece in torch.split(values.view(-1), 1 << 18)
     )

@@ -13,6 +13,8 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 14, 44
+_LEAST_SPAN = 1e-200
+"""An axis spans more, so that a fifth of it is still a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,8 @@ class _Scale:
         high = max(usable, default=low + 1) if axis.most is None else axis.most
         if not axis.logarithmic and axis.least is None:
             low = min(low, 0.0)
-        if high <= low:
-            high = low * 2 if low > 0 else low + 1
+        if high - low <= max(_LEAST_SPAN, 1e-9 * max(abs(low), abs(high))):
+            high = low * 2 if low > _LEAST_SPAN else low + 1
         self.logarithmic = axis.logarithmic
         self.ticks = list(_decades(low, high) if axis.logarithmic else _steps(low, high))
         if axis.most is None and not axis.logarithmic:

@@ -146,6 +146,18 @@ def test_bias_moves_greedy_and_forbids() -> None:
     assert draw(logits, [chunk(replace(GREEDY, logit_bias=((2, -100.0),)))]) == [1]
 
 
+def test_what_is_said_of_tokens_that_the_model_has_not_means_nothing() -> None:
+    """As of a tokenizer with more tokens than the model: it must not end the step of everybody."""
+    setting = replace(GREEDY, logit_bias=((3, 9.0), (-1, 9.0), (0, 5.0)), min_tokens=3, stop_token_ids=(7,))
+    assert draw([[1.0, 2.0, 3.0]] * 2, [chunk(setting), chunk(GREEDY)]) == [0, 2]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-39, 1e-46, 1e-300])
+def test_next_to_no_temperature_is_none(temperature: float) -> None:
+    for setting in (Sampling(1, temperature), Sampling(1, temperature, top_k=2)):
+        assert draw([[0.0, 1.0, 5.0, 2.0]] * 2, [chunk(setting), chunk(GREEDY)]) == [2, 2]
+
+
 def test_stop_tokens_wait_for_the_minimum_length() -> None:
     setting = replace(GREEDY, min_tokens=3, stop_token_ids=(2, 1))
     logits = [[1.0, 2.0, 3.0]] * 3

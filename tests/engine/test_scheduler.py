@@ -212,6 +212,16 @@ def test_tokens_generated_before_count_and_are_not_said_again() -> None:
     assert steps.finished["a"].completion_tokens == 5
 
 
+def test_a_token_that_the_model_has_not_is_refused_before_it_ends_the_step_of_others() -> None:
+    settings = EngineSettings(block_size=4)
+    scheduler = Scheduler(blocks=4, block_size=4, max_tokens=12, settings=settings, vocabulary=100)
+    scheduler.add(new("a", (99, 0)))
+    with pytest.raises(BadRequest, match="there is no token 100 in this model; ids go from 0 to 99"):
+        scheduler.add(new("b", (1, 100, 2)))
+    with pytest.raises(BadRequest, match="there is no token 103"):
+        scheduler.add(new("c", (1,), 5, generated=(103,)))
+
+
 def test_what_can_never_run_is_refused_with_a_reason() -> None:
     steps = make(blocks=4, max_tokens=12, max_waiting=1)
     add = steps.scheduler.add

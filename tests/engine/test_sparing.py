@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.latency_runner import LatencyModel, LatencyRunner
 from engine.loop import Engine
@@ -168,3 +170,36 @@ def test_a_model_says_the_same_in_parts(small_runner: Callable[..., TorchRunner]
     assert parts[0].tokens == whole[0].tokens
     wanted = [found.logprob for found in whole[0].scores[0]]
     assert [found.logprob for found in parts[0].scores[0]] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory for the scores of a step"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+    ids=["kernels", "torch"],
+)
+def test_a_host_without_memory_is_a_device_without(
+    error: Exception, small_runner: Callable[..., TorchRunner]
+) -> None:
+    def answered(room: int) -> BatchResult:
+        runner = small_runner()
+        attend = runner._attention.attend
+
+        def scarce(layer: int, queries: Tensor, *given: Any) -> Tensor:
+            if len(queries) > room:
+                raise error
+            found: Tensor = attend(layer, queries, *given)
+            return found
+
+        runner._attention.attend = scarce  # type: ignore[method-assign]
+        chunk = Chunk(0, tuple(range(3, 43)), 0, (4, 2, 7), True, Sampling(9, temperature=0))
+        return asyncio.run(runner.run(Batch((chunk,))))
+
+    assert answered(7).tokens == answered(100).tokens
+    error = RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        answered(7)

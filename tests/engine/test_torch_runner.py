@@ -146,7 +146,7 @@ def test_a_folder_that_lacks_files_is_named(folder: Path, small_model: Callable[
     shards = sorted(sharded.glob("*.safetensors"))
     assert len(shards) > 1
     shards[0].unlink()
-    with pytest.raises(BadRequest, match=f"lacks {shards[0].name}"):
+    with pytest.raises(BadRequest, match=f"has no file {shards[0].name}"):
         build_runner(sharded, SETTINGS)
 
 

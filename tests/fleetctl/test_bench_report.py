@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleet.errors import BadRequest
@@ -361,6 +361,9 @@ def test_a_cdf_rises_to_one(values: list[float]) -> None:
     st.booleans(),
     st.booleans(),
 )
+@example([(0.0, 5e-324), (5e-324, 0.0)], False, False)
+@example([(5e-324, 1e9), (1.5e-323, 1.0)], True, True)
+@example([(-1e9, -1e9 + 1e-6), (-1e9 + 1e-6, -1e9)], False, False)
 def test_every_point_is_inside_the_picture(points: list[tuple[float, float]], x: bool, y: bool) -> None:
     drawn = svg(
         plot("t <&>", Axis("x", x), Axis("y", y), [Series("s", points, marks=True)], [Rule("r", 3.0)])
