@@ -36,7 +36,8 @@ from fleetctl.sim.words import Beside, Setup
 ANSWER = 24
 LENGTHS = (48, 144, 288, 448)
 TOGETHER = (2, 4)
-LONG_ANSWER = 72
+STREAMS, LONG_ANSWER = 3, 160
+"""Of the sequences beside which prompts are computed."""
 LEAD_S = 20.0
 """In which the simulated fleet learns what the real one knows by then: how fast it is."""
 SCALE = 2.0
@@ -137,21 +138,32 @@ async def calibrated(server: Server, repeats: int) -> Calibration:
 
 
 async def _beside(server: Server, made: Calibration) -> None:
-    """A running sequence on the decode worker, and prompts on the other."""
-    running = asyncio.create_task(server.ask(LENGTHS[1], LONG_ANSWER))
-    alone = statistics.median(made.first_s[LENGTHS[-1]])
-    await asyncio.sleep(3 * alone)
+    """Running sequences on the decode worker, and prompts on the other for about half of the time."""
+    running = [asyncio.create_task(server.ask(LENGTHS[1], LONG_ANSWER)) for _ in range(STREAMS)]
+    length, alone = LENGTHS[-2], statistics.median(made.first_s[LENGTHS[-2]])
+    await asyncio.sleep(3 * STREAMS * statistics.median(made.first_s[LENGTHS[1]]))
     others = []
-    for _ in range(2):
-        others.append(await server.ask(LENGTHS[-1], 1))
+    while not any(task.done() for task in running):
+        others.append(await server.ask(length, 1))
         await asyncio.sleep(alone)
-    tokens = (await running).tokens
-    spans = [(one.started, one.tokens[0]) for one in others if one.tokens and one.tokens[0] < tokens[-1]]
+    streams = [heard.tokens for heard in await asyncio.gather(*running)]
+    begin = max(tokens[1] for tokens in streams)
+    end = min(tokens[-1] for tokens in streams)
+    spans = [
+        (one.started, one.tokens[0])
+        for one in others
+        if one.tokens and begin < one.started and one.tokens[0] < end
+    ]
     inside: list[float] = []
     outside: list[float] = []
-    for before, after in list(pairwise(tokens))[2:]:
-        where = inside if any(begin < before and after < end for begin, end in spans) else outside
-        where.append(after - before)
+    for tokens in streams:
+        for before, after in pairwise(tokens):
+            if begin <= before and after <= end:
+                crossed = [span for span in spans if before < span[1] and span[0] < after]
+                if not crossed:
+                    outside.append(after - before)
+                elif crossed[0][0] <= before and after <= crossed[0][1]:
+                    inside.append(after - before)
     if spans and inside and outside:
         made.slowed_decode.append(statistics.median(inside) / statistics.median(outside))
         made.slowed_prompt.append(statistics.median(end - begin for begin, end in spans) / alone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.words import Batch, BatchResult
 from fleet.kv_layout import Fingerprint, KvLayout
@@ -21,20 +22,63 @@ def layout_of(block_size: int) -> KvLayout:
     return KvLayout(layers=1, kv_heads=1, head_dim=1, block_size=block_size, dtype="uint8")
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    slowed: float
+    """How many times longer it takes while another worker computes."""
+    left_s: float
+    """Of it, alone."""
+    since: float
+    """When that was so, on the loop's true clock."""
+    pace: float = 1.0
+    """How many times longer it takes now."""
+    until: float = 0.0
+    """When it ends at this pace. Of a worker that was killed it passes, too."""
+    wake: asyncio.Future[None] | None = None
+
+
 class Host:
-    """Workers that slow each other down."""
+    """Workers that slow each other down for as long as they compute at the same time."""
 
     def __init__(self, beside: Beside) -> None:
         self._beside = beside
-        self._until: dict[int, float] = {}
-        """Worker → when its step ends, on the loop's true clock. Of one that was killed it passes, too."""
+        self._steps: dict[_Step, None] = {}
 
-    def slowed(self, worker: int, now: float, seconds: float, work: Work) -> float:
-        """How long a step takes that begins now."""
-        if any(end > now for other, end in self._until.items() if other != worker):
-            seconds *= self._beside.prompt if work.prompt else self._beside.decode
-        self._until[worker] = now + seconds
-        return seconds
+    async def compute(self, seconds: float, work: Work) -> None:
+        """Returns when a step that takes so long alone is done."""
+        loop = asyncio.get_running_loop()
+        slowed = self._beside.prompt if work.prompt else self._beside.decode
+        step = _Step(slowed, seconds, true_time())
+        self._steps[step] = None
+        try:
+            self._turn()
+            while (left_s := step.until - true_time()) > 0:
+                step.wake = loop.create_future()
+                timer = loop.call_later(left_s, _settle, step.wake)
+                try:
+                    await step.wake
+                finally:
+                    timer.cancel()
+        finally:
+            del self._steps[step]
+            self._turn()
+
+    def _turn(self) -> None:
+        """A step begins or has ended: the others get slower or faster from now on."""
+        now = true_time()
+        active = [step for step in self._steps if step.until > now or step.since == now]
+        for step in active:
+            step.left_s -= (now - step.since) / step.pace
+            pace = step.slowed if len(active) > 1 else 1.0
+            if pace != step.pace and step.wake is not None:
+                _settle(step.wake)
+            step.since, step.pace = now, pace
+            step.until = now + step.left_s * pace
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class TimedRunner:
@@ -63,10 +107,12 @@ class TimedRunner:
     async def run(self, batch: Batch) -> BatchResult:
         work, now = Work.of(batch), true_time()
         seconds = self._speed.step_s(work)
-        if self._host is not None:
-            seconds = self._host.slowed(id(self), now, seconds, work)
-        self._busy(now, seconds)
-        await asyncio.sleep(seconds)
+        if self._host is None:
+            self._busy(now, seconds)
+            await asyncio.sleep(seconds)
+        else:
+            await self._host.compute(seconds, work)
+            self._busy(now, true_time() - now)
         # A list first: it needs no frame of its own for each element.
         drawn = [
             (chunk.start + len(chunk.tokens) + chunk.sampling.seed) & 0x7FFFFFFF if chunk.draw else None

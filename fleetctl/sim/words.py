@@ -91,7 +91,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """How much longer a step takes that begins while another worker of its host computes: what they share of
+    """How much longer a step takes for as long as another worker of its host computes: what they share of
     memory, caches and power. Factors from 1 on; of GPUs, which share none of it, there are none."""
 
     prompt: float = 1.0

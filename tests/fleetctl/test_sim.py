@@ -3,6 +3,7 @@ apart; its models of time."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from fleet import virtual_time
 from fleet.objectives import Objectives
 from fleet.workload import Amount, Arrivals, Conversation, Kind, Piece, Turn, drawn
 from fleetctl.__main__ import main
@@ -20,6 +22,7 @@ from fleetctl.sim.devices import GPUS, MODELS
 from fleetctl.sim.play import simulate
 from fleetctl.sim.policies import Policy
 from fleetctl.sim.report import report, table
+from fleetctl.sim.runner import Host
 from fleetctl.sim.speed import (
     Measured,
     Roofline,
@@ -246,6 +249,30 @@ def test_workers_of_one_host_slow_each_other_where_they_share_it():
     # Workers of different hosts share nothing.
     apart = simulate(replace(setup, workers_per_host=1), [running, *prompts]).asked
     assert apart[1].outcome.ttft_s == pytest.approx(0.06, abs=0.002)
+
+
+def test_a_step_is_slowed_only_while_another_computes():
+    """A second of a prompt, twice as slow beside others; from its middle on 0.2 s of a step, half as slow
+    again: that one ends after 0.3 s, in which 0.15 s of the prompt are done."""
+    ended = {}
+
+    async def step(host, start_s, seconds, work, name):
+        await asyncio.sleep(start_s)
+        await host.compute(seconds, work)
+        ended[name] = asyncio.get_running_loop().time()
+
+    async def both():
+        host = Host(Beside(prompt=2.0, decode=1.5))
+        await asyncio.gather(
+            step(host, 0.0, 1.0, Work(prompt=9), "prompt"),
+            step(host, 0.5, 0.2, Work(decodes=1), "answer"),
+        )
+        given_up = asyncio.create_task(step(host, 0.0, 9.0, Work(prompt=9), "given up"))
+        asyncio.get_running_loop().call_later(0.15, given_up.cancel)
+        await step(host, 0.0, 0.2, Work(decodes=1), "beside it")
+
+    virtual_time.run(both())
+    assert ended == pytest.approx({"answer": 0.8, "prompt": 1.15, "beside it": 1.15 + 0.25})
 
 
 def test_how_busy_workers_were_is_told_by_the_second():
