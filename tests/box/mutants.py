@@ -105,11 +105,11 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "leases never expire": (
-        ("kv_transfer/transfer.py", "        if due is not None and not self._closed:", "        if False:"),
+        ("kv_transfer/grants.py", "        if due is not None and not self._closed:", "        if False:"),
     ),
     "lease not renewed by its reader": (
         (
-            "kv_transfer/transfer.py",
+            "kv_transfer/pulls.py",
             "                    await connection.renew(ticket.lease)",
             "                    pass",
         ),

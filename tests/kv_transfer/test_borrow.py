@@ -8,8 +8,8 @@ import pytest
 
 from fleet.errors import BadRequest, LeaseExpired, TransferFailed
 from fleet.handoff import Holder
+from kv_transfer.grants import LOANS
 from kv_transfer.messages import OPEN_BORROWS
-from kv_transfer.transfer import LOANS
 
 NAMES = [bytes([n]) * 32 for n in range(12)]
 CACHED = [9, 3, 40, 41, 7]

@@ -385,7 +385,7 @@ def test_a_stopped_process_ends_its_reads_when_it_goes_on_and_holds_up_nobody():
             await reader.pull(ticket, pairs(40), 8)
         process.resume()
         await asyncio.sleep(1)
-        assert source._table.reads == 0
+        assert source._grants._table.reads == 0
         await reader.pull(ticket, pairs(40), 1)
         process.call(source.release, ticket.lease)
 

@@ -204,7 +204,7 @@ def test_a_lease_running_out_under_pulls_ends_them_and_no_stale_byte_counts(benc
                 source.ends.append((lease, why))
                 source.region.array[:16] ^= 0xFF
 
-            source.transfer._on_end = reuse
+            source.transfer._grants._on_end = reuse
 
             async def pull_on():
                 while True:
@@ -375,7 +375,7 @@ def test_a_restarted_source_is_pulled_from_without_restarting_the_reader(bench, 
                 await source.transfer.close()
                 with pytest.raises((LeaseExpired, TransferFailed)):
                     await reader.transfer.pull(ticket, [(0, life)], 20)
-            assert len(reader.transfer._paths) <= 1
+            assert len(reader.transfer._pulls._paths) <= 1
 
     run(test())
 
