@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -46,43 +47,48 @@ class Case:
     """A fixed fleet to look for the best one from."""
 
 
-def _asked(points: Sequence[tuple[float, float]], seconds: float, **kind: Any) -> Iterator[Conversation]:
-    kinds = [Kind(prompt=kind.get("prompt", PROMPT), output=kind.get("output", ANSWER))]
-    found = drawn(Arrivals(tuple(points)), kinds, kind.get("seed", 1))
+def _asked(
+    points: Sequence[tuple[float, float]],
+    seconds: float,
+    seed: int,
+    prompt: Amount = PROMPT,
+    output: Amount = ANSWER,
+) -> Iterator[Conversation]:
+    found = drawn(Arrivals(tuple(points)), [Kind(prompt=prompt, output=output)], seed)
     return takewhile(lambda one: one.at_s < seconds, found)
 
 
-def _shift(minutes: float) -> Iterator[Conversation]:
+def _shift(minutes: float, seed: int) -> Iterator[Conversation]:
     """Long prompts and short answers, then the opposite."""
     half = minutes * 30
-    yield from _asked([(0.0, 1.2)], half, prompt=Amount.parse("2500"), output=Amount.parse("25"))
-    for one in _asked([(0.0, 1.2)], half, prompt=Amount.parse("300"), output=Amount.parse("350"), seed=2):
+    prompts, answers = (Amount.parse("2500"), Amount.parse("25")), (Amount.parse("300"), Amount.parse("350"))
+    yield from _asked([(0.0, 1.2)], half, seed, *prompts)
+    for one in _asked([(0.0, 1.2)], half, seed + 1, *answers):
         yield replace(one, at_s=one.at_s + half)
 
 
-def _day(minutes: float) -> Iterator[Conversation]:
-    """A day in so many minutes: one part in six of the most at night."""
-    seconds = minutes * 60
-    points = [(seconds * step / 24, 1.4 - 1.0 * math.cos(2 * math.pi * step / 24)) for step in range(25)]
-    return _asked(points, seconds)
-
-
-def cases(minutes: float) -> dict[str, Case]:
+def _points(minutes: float) -> dict[str, list[tuple[float, float]]]:
+    """Requests a second, from when to when; a day in so many minutes has one part in six of the most at
+    night."""
     seconds = minutes * 60
     third = seconds / 3
     return {
-        "steady": Case(lambda: _asked([(0.0, 1.5)], seconds), (3, 2), (2, 2)),
-        "ramp": Case(lambda: _asked([(0.0, 0.5), (third, 0.5), (2 * third, 2.5)], seconds), (1, 1), (3, 2)),
-        "burst": Case(
-            lambda: _asked(
-                [(0.0, 0.7), (third, 0.7), (third + 5, 2.0), (2 * third, 2.0), (2 * third + 5, 0.7)], seconds
-            ),
-            (2, 1),
-            (3, 2),
-        ),
-        "day": Case(lambda: _day(minutes), (1, 1), (3, 2)),
-        "shift": Case(lambda: _shift(minutes), (5, 1), (5, 4)),
+        "steady": [(0.0, 1.5)],
+        "ramp": [(0.0, 0.5), (third, 0.5), (2 * third, 2.5)],
+        "burst": [(0.0, 0.7), (third, 0.7), (third + 5, 2.0), (2 * third, 2.0), (2 * third + 5, 0.7)],
+        "day": [(seconds * step / 24, 1.4 - 1.0 * math.cos(2 * math.pi * step / 24)) for step in range(25)],
     }
+
+
+def cases(minutes: float, seed: int) -> dict[str, Case]:
+    fleets = {"steady": ((3, 2), (2, 2)), "ramp": ((1, 1), (3, 2)), "burst": ((2, 1), (3, 2))}
+    fleets["day"] = ((1, 1), (3, 2))
+    points = _points(minutes)
+    found = {
+        name: Case(partial(_asked, points[name], minutes * 60, seed), *fleet)
+        for name, fleet in fleets.items()
+    }
+    return found | {"shift": Case(partial(_shift, minutes, seed), (5, 1), (5, 4))}
 
 
 def setup(prefill: int, decode: int, scaling: Scaling | None = None) -> Setup:
@@ -166,6 +172,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="two minutes of one case: numbers mean little")
     parser.add_argument("--case", action="append", help="steady, ramp, burst, day, shift")
     parser.add_argument("--minutes", type=float, default=30.0, help="of each case, of the fleet's time")
+    parser.add_argument("--seed", type=int, default=1, help="of the cases that are drawn")
     parser.add_argument("--without", action="store_true", help="also without role changes and so on")
     parser.add_argument("--no-fixed", action="store_true", help="no fleets of fixed size")
     parser.add_argument("--trace", help="of requests, played from its beginning")
@@ -182,8 +189,9 @@ def main(argv: Sequence[str]) -> int:
         case = Case(lambda: shape.of(trace(trace_lines(options.trace), 0)), begin, enough)
         chosen = {"trace": (case, setup if options.workers == "slow" else traced)}
     else:
-        names = options.case or (["steady"] if options.quick else list(cases(minutes)))
-        chosen = {name: (cases(minutes)[name], setup) for name in names}
+        all_of_them = cases(minutes, options.seed)
+        names = options.case or (["steady"] if options.quick else list(all_of_them))
+        chosen = {name: (all_of_them[name], setup) for name in names}
     for name, (case, make) in chosen.items():
         kinds = {"planner": PLANNER}
         if options.without:
