@@ -22,9 +22,10 @@ import ssl
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -77,10 +78,13 @@ class ControlSettings:
     """PEM file of the fleet's own authority. Given with the two below, routers and workers speak to each
     other over mutual TLS only: each shows its certificate, and none without one is heard."""
     tls_cert: Path | None = None
-    """PEM file of this process's certificate; it must name the host that `advertise` gives. Shown to etcd
-    and NATS too, where those are spoken to over TLS."""
+    """PEM file of this process's certificate; it must name the host that `advertise` gives, or `tls_name`.
+    Shown to etcd and NATS too, where those are spoken to over TLS."""
     tls_key: Path | None = None
-    """PEM file of its private key."""
+    """PEM file of its private key. The three are read again for each connection: they may be renewed."""
+    tls_name: str = ""
+    """Name that the certificates of all processes bear, and that callers and workers hold each other to,
+    whatever their hosts are; empty: a worker's certificate names the host that it advertises."""
 
     def __post_init__(self) -> None:
         if not self.fleet or any(c in "./*>" or c.isspace() for c in self.fleet):
@@ -98,6 +102,10 @@ class ControlSettings:
             raise ValueError(f"bind is {self.bind}: advertise must name how others reach this host")
         if len({item is None for item in (self.tls_ca, self.tls_cert, self.tls_key)}) > 1:
             raise ValueError("tls_ca, tls_cert and tls_key are given together or not at all")
+        if self.tls_name and self.tls_ca is None:
+            raise ValueError(
+                f"tls_name is {self.tls_name!r} without tls_ca: there is no certificate to bear it"
+            )
 
     @property
     def advertised(self) -> str:
@@ -108,16 +116,18 @@ class ControlSettings:
         if self.tls_ca is None or self.tls_cert is None or self.tls_key is None:
             return None
         try:
-            return Tls.read(self.tls_ca, self.tls_cert, self.tls_key)
+            return Tls.read(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
         except OSError as error:
             raise SettingsError(f"control.tls: {error.filename}: {error.strerror}") from None
 
-    def nats_tls(self) -> ssl.SSLContext | None:
-        """None: NATS is spoken to in plain. SettingsError: a file cannot be read."""
+    def nats_tls(self) -> Callable[[], ssl.SSLContext] | None:
+        """For each connection; None: NATS is spoken to in plain. SettingsError: a file cannot be read."""
         if self.nats_ca is None:
             return None
+        made = partial(client_context, self.nats_ca, self.tls_cert, self.tls_key)
         try:
-            return client_context(self.nats_ca, self.tls_cert, self.tls_key)
+            made()
+            return made
         except OSError as error:
             raise SettingsError(f"control.nats_ca: {error}") from None
 

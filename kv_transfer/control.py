@@ -13,6 +13,7 @@ import msgspec
 
 from fleet.errors import BadRequest, FleetError, LeaseExpired
 from fleet.ids import Incarnation, LeaseId, WorkerId
+from fleet.tls import Tls, names_in
 from kv_transfer.messages import (
     NAME_BYTES,
     OPEN_BORROWS,
@@ -86,7 +87,7 @@ class ControlServer:
         open_session: Callable[[Hello], Session],
         *,
         descriptor: Callable[[], int] | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         greeting_s: float,
     ) -> None:
         self._listener = listener
@@ -94,6 +95,7 @@ class ControlServer:
         self._open_session = open_session
         self._descriptor = descriptor
         self._tls = tls
+        self._context = None if tls is None else tls.server()
         self._greeting_s = greeting_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -135,7 +137,11 @@ class ControlServer:
             sock.setblocking(False)
             tune(sock)
             async with asyncio.timeout(self._greeting_s):
-                reader, writer = await accepted(sock, self._tls)
+                reader, writer = await accepted(sock, self._context)
+                if self._tls is not None and not self._tls.admits(
+                    names_in(writer.get_extra_info("peercert"))
+                ):
+                    raise ssl.SSLError("its certificate does not bear the fleet's name")
                 session = await self._greeting(reader, writer, sock)
             if session is not None:
                 await _Serving(self._source, session, writer).run(reader)

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 
+from fleet.tls import Tls
 from kv_transfer.messages import length_in
 from kv_transfer.transport import settle
 
@@ -44,16 +45,17 @@ def tune(sock: socket.socket) -> None:
 
 
 async def opened(
-    sock: socket.socket, tls: ssl.SSLContext | None = None, host: str = ""
+    sock: socket.socket, tls: Tls | None = None, host: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams on a connected socket, the reader's end. With `tls` the source must prove that it is `host`;
-    that it does not believe our own certificate is only noticed by the first answer. OSError."""
+    """Streams on a connected socket, the reader's end. With `tls` the source must prove that it is `host`,
+    or of the fleet; that it does not believe our own certificate is only noticed by the first answer.
+    OSError."""
     if sock.family == socket.AF_UNIX:
         return await asyncio.open_unix_connection(sock=sock)
     if tls is None:
         return await asyncio.open_connection(sock=sock)
     return await asyncio.open_connection(
-        sock=sock, ssl=tls, server_hostname=host, ssl_shutdown_timeout=GOODBYE_S
+        sock=sock, ssl=tls.client(), server_hostname=tls.expects(host), ssl_shutdown_timeout=GOODBYE_S
     )
 
 

@@ -242,7 +242,7 @@ class UcxTransport:
         self._region = region
         self._settings = settings
         self._threads = threads
-        self._tls = None if tls is None else tls.client()
+        self._tls = tls
         api = _api()
         # Loopback stays loopback: UCX's own listening sockets too.
         local = settings.bind in ("127.0.0.1", "localhost", "::1") and "UCX_NET_DEVICES" not in os.environ
@@ -270,16 +270,16 @@ class UcxTransport:
         try:
             listener.bind(where)
             listener.listen(128)
+            transport._server = ControlServer(
+                listener,
+                source,
+                lambda hello: _Serving(transport._context, region, hello),
+                tls=tls,
+                greeting_s=settings.connect_s,
+            )
         except OSError:
             listener.close()
             raise
-        transport._server = ControlServer(
-            listener,
-            source,
-            lambda hello: _Serving(transport._context, region, hello),
-            tls=None if tls is None else tls.server(),
-            greeting_s=settings.connect_s,
-        )
         host = settings.advertise or settings.bind
         host = f"[{host}]" if ":" in host else host
         transport.address = f"ucx:{host}:{listener.getsockname()[1]}"

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 from nats.aio.client import Client
@@ -47,9 +48,9 @@ class _TlsClient(Client):  # type: ignore[misc]  # the library has no types
 class NatsBus:
     """`lost` counts messages published in vain: no broker, or one that does not read."""
 
-    def __init__(self, servers: str, tls: ssl.SSLContext | None = None) -> None:
-        """Of one URL or several with commas; with `tls` only over TLS. Must be called on a running loop;
-        waits for nothing."""
+    def __init__(self, servers: str, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
+        """Of one URL or several with commas; with `tls`, which is asked for each connection, only over TLS.
+        Must be called on a running loop; waits for nothing."""
         self._tls = tls
         self.lost = 0
         self.connections = 0
@@ -133,7 +134,7 @@ class NatsBus:
                     pending_size=2 * _OUTBOX_BYTES,
                     closed_cb=on_end,
                     error_cb=on_error,
-                    tls=self._tls,
+                    tls=None if self._tls is None else self._tls(),
                 )
             while missing := [box for box, on in self._boxes.items() if on is None or on[0] is not client]:
                 await self._attach(client, missing[0])

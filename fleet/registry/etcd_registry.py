@@ -87,8 +87,8 @@ class EtcdStore:
         self._addresses = [part.strip() for part in address.split(",") if part.strip()]
         self._user = user
         self._password = password
-        own = (tls.key, tls.cert) if tls is not None else (None, None)
-        self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes(), *own)
+        self._ca, self._tls = ca, tls
+        self._trusted = b""
         self._token: str | None = None
         self._turn = 0
         self._closed = False
@@ -96,16 +96,28 @@ class EtcdStore:
 
     def _open(self) -> None:
         address = self._addresses[self._turn % len(self._addresses)]
-        if self._credentials is None:
+        if self._ca is None:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+            credentials = self._credentials(self._ca)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
         self._opened = asyncio.get_running_loop().time()
         self._token = None
         self._keys = rpc.KVStub(self._channel)
         self._leases = rpc.LeaseStub(self._channel)
         self._watches = rpc.WatchStub(self._channel)
         self._users = rpc.AuthStub(self._channel)
+
+    def _credentials(self, ca: Path) -> grpc.ChannelCredentials:
+        """Of the files as they are by now: certificates are renewed while a process runs."""
+        try:
+            self._trusted = ca.read_bytes()
+        except OSError:
+            if not self._trusted:
+                raise
+        own = None if self._tls is None else self._tls.now()
+        pair = (None, None) if own is None else (own.key, own.cert)
+        return grpc.ssl_channel_credentials(self._trusted, *pair)
 
     async def renew(self) -> None:
         """A connection to a host that is gone would be used for many minutes: after failures it is made

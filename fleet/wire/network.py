@@ -20,7 +20,7 @@ class NetworkWire(GrpcCaller):
     def __init__(self, settings: WireSettings | None = None, tls: Tls | None = None) -> None:
         self._settings = settings or WireSettings()
         super().__init__(self._settings, tls)
-        self._tls = None if tls is None else tls.client()
+        self._tls = tls
         self._sessions: dict[RouterSession, None] = {}
 
     async def open(self, address: str) -> RouterSession:
@@ -73,7 +73,7 @@ async def serve(
     port is taken or the certificate is none."""
     chosen = settings or WireSettings()
     calls, sessions = CallServer(service, chosen), SessionServer(service, chosen)
-    await sessions.start(bind, session_port, advertise, None if tls is None else tls.server())
+    await sessions.start(bind, session_port, advertise, tls)
     try:
         await calls.start(bind, port, advertise, tls)
     except BaseException:

@@ -16,7 +16,16 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from fleet.errors import ERRORS, DeadlineExceeded, FleetError, Internal, NotFound, TooLarge, WorkerLost
+from fleet.errors import (
+    ERRORS,
+    BadRequest,
+    DeadlineExceeded,
+    FleetError,
+    Internal,
+    NotFound,
+    TooLarge,
+    WorkerLost,
+)
 from fleet.tls import Tls
 from fleet.wire import WorkerService
 from fleet.wire.calls import CALLS, Caller
@@ -106,7 +115,6 @@ class GrpcCaller(Caller):
     """The calls of `fleet.wire.Wire`. With `tls` it speaks to no worker that lacks it."""
 
     def __init__(self, settings: WireSettings, tls: Tls | None) -> None:
-        credentials = None if tls is None else grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
         idle_s = settings.call_idle_s / 10  # well before the worker does it: no call meets its end
         options = [
             *_options(settings),
@@ -117,10 +125,14 @@ class GrpcCaller(Caller):
             ("grpc.enable_retries", 0),
             ("grpc.client_idle_timeout_ms", int(idle_s * 1000)),
         ]
+        if tls is not None and tls.name:
+            options.append(("grpc.ssl_target_name_override", tls.name))
 
         def channel(address: str) -> grpc.aio.Channel:
-            if credentials is None:
+            if tls is None:
                 return grpc.aio.insecure_channel(address, options=options)
+            own = tls.now()
+            credentials = grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
             return grpc.aio.secure_channel(address, credentials, options=options)
 
         self._channels = _Channels(channel, idle_s)
@@ -168,8 +180,9 @@ class CallServer:
                 ("grpc.http2.max_ping_strikes", 0),
             ]
         )
+        self._tls: Tls | None = None
         rows: dict[str, grpc.RpcMethodHandler[bytes, bytes]]
-        rows = {name: grpc.unary_unary_rpc_method_handler(_answer(name, service)) for name in CALLS}
+        rows = {name: grpc.unary_unary_rpc_method_handler(self._answer(name, service)) for name in CALLS}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, rows),))
         self._address = ""
 
@@ -179,8 +192,8 @@ class CallServer:
             if tls is None:
                 chosen = self._server.add_insecure_port(place)
             else:
-                pair = [(tls.key, tls.cert)]
-                credentials = grpc.ssl_server_credentials(pair, tls.ca, require_client_auth=True)
+                self._tls = tls
+                credentials = _server_credentials(tls)
                 chosen = self._server.add_secure_port(place, credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen at {place}: {error}") from None
@@ -191,21 +204,38 @@ class CallServer:
     def address(self) -> str:
         return self._address
 
+    def _answer(self, name: str, service: WorkerService) -> Callable[..., Any]:
+        async def answer(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+            try:
+                if self._tls is not None and not self._tls.admits(_names(context)):
+                    raise BadRequest("the caller's certificate does not bear the fleet's name")
+                return await CALLS[name](service, data)
+            except FleetError as error:
+                await _abort(context, error)
+
+        return answer
+
     async def close(self, grace_s: float) -> None:
         """Calls under way are answered, or broken off after `grace_s` seconds."""
         await self._server.stop(grace_s)
 
 
-def _answer(name: str, service: WorkerService) -> Callable[..., Any]:
-    async def answer(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        try:
-            return await CALLS[name](service, data)
-        except FleetError as error:
-            await _abort(context, error)
+def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """The certificate is asked for in each handshake, from a thread of gRPC's."""
 
-    return answer
+    def now() -> Any:
+        own = tls.now()
+        return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], own.ca)
+
+    return grpc.dynamic_ssl_server_credentials(now(), now, require_client_authentication=True)
 
 
 async def _abort(context: grpc.aio.ServicerContext[bytes, bytes], error: FleetError) -> NoReturn:
     name = ((_NAME_KEY, type(error).__name__),)
     await context.abort(grpc.StatusCode[error.grpc_status], error.message[:_DETAILS], name)
+
+
+def _names(context: grpc.aio.ServicerContext[bytes, bytes]) -> list[str]:
+    """Those that the caller's certificate bears."""
+    found = context.auth_context().get("x509_subject_alternative_name", ())
+    return [name.decode("utf-8", "replace") for name in found]

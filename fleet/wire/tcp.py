@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 import struct
 from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 from fleet.errors import BadRequest, FleetError, TooLarge, Unavailable, WorkerLost, error_named
+from fleet.tls import Tls, names_in
 from fleet.wire import WorkerService
 from fleet.wire.session import WireSettings, WorkerSessions
 
@@ -151,6 +151,12 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
+    @property
+    def certificate(self) -> dict[str, object] | None:
+        """The peer's, over TLS."""
+        found: dict[str, object] | None = self._transport.get_extra_info("peercert")
+        return found
+
     def _end(self, why: FleetError) -> None:
         self._ended = self._ended or why
         self._wake()
@@ -177,7 +183,7 @@ def _error(last_word: bytes) -> FleetError:
     return error_named(name, message)
 
 
-async def connect(address: str, settings: WireSettings, tls: ssl.SSLContext | None) -> Connection:
+async def connect(address: str, settings: WireSettings, tls: Tls | None) -> Connection:
     """A session's connection, when the worker has taken it; `WorkerLost` at once when nobody listens."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -187,8 +193,8 @@ async def connect(address: str, settings: WireSettings, tls: ssl.SSLContext | No
                 lambda: Connection(settings.message_bytes),
                 host,
                 int(port),
-                ssl=tls,
-                server_hostname=host if tls else None,
+                ssl=tls.client() if tls else None,
+                server_hostname=tls.expects(host) if tls else None,
             )
             try:
                 await connection.write(_GREETING)
@@ -214,7 +220,8 @@ class SessionServer:
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._address = ""
 
-    async def start(self, bind: str, port: int, advertise: str, tls: ssl.SSLContext | None) -> None:
+    async def start(self, bind: str, port: int, advertise: str, tls: Tls | None) -> None:
+        self._tls, context = tls, None if tls is None else tls.server()
         try:
             # Two workers on one port is an error, not a lottery.
             listener = socket.create_server(
@@ -228,7 +235,7 @@ class SessionServer:
             lambda: Connection(self._settings.message_bytes, self._came, _GREETING_BYTES),
             sock=listener,
             backlog=1024,
-            ssl=tls,
+            ssl=context,
             ssl_handshake_timeout=self._settings.connect_s if tls else None,
         )
         self._address = f"{host_in_address(advertise or bind)}:{listener.getsockname()[1]}"
@@ -257,9 +264,12 @@ class SessionServer:
 
     async def _attend(self, connection: Connection) -> None:
         try:
+            known = self._tls is None or self._tls.admits(names_in(connection.certificate))
             async with asyncio.timeout(self._settings.connect_s):
                 greeting = await connection.read()
-            if greeting == _GREETING:
+            if not known:
+                connection.last_word(BadRequest("the caller's certificate does not bear the fleet's name"))
+            elif greeting == _GREETING:
                 await connection.write(b"")  # it is taken
                 why = await self._sessions.attend(_WorkerPipe(connection))
                 _LOG.info("a session ended: %s", why.message)

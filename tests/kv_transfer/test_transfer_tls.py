@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_a_forged_ucx_address_is_not_even_read(bench, fleet, posing):
             ticket = source.transfer.grant([3], 16)
             host, _, port = source.transfer.address.removeprefix("ucx:").rpartition(":")
             peer = Peer(WorkerId("x"), WorkerId("p"), Incarnation("known"), "same", 4096)
-            for tls in (None, posing.client()):
+            for tls in (None, posing):
                 sock = socket.create_connection((host, int(port)))
                 sock.setblocking(False)
                 reader, writer = await streams.opened(sock, tls, host)
@@ -119,6 +120,28 @@ def test_a_forged_ucx_address_is_not_even_read(bench, fleet, posing):
             friend = await world.side("d", tls=fleet)
             await friend.transfer.pull(ticket, [(0, 0)], 20)
             source.transfer.release(ticket.lease)
+
+    run(test())
+
+
+def test_one_name_for_all_whatever_their_hosts_are(bench, ca):
+    """Neither a source nor a reader without it is believed, though one authority made all certificates."""
+
+    async def test():
+        async with bench("ucx") as world:
+            named = replace(identity(ca, "fleet.example"), name="fleet.example")
+            source = await world.side("p", tls=named)
+            other = await world.side("q", tls=identity(ca, "127.0.0.1"))
+            reader = await world.side("d", tls=named)
+            stranger = await world.side("x", tls=replace(identity(ca, "127.0.0.1"), name=""))
+            mine, theirs = source.transfer.grant([3], 16), other.transfer.grant([3], 16)
+            await reader.transfer.pull(mine, [(0, 0)], 20)
+            with pytest.raises(TransferFailed):
+                await reader.transfer.pull(theirs, [(0, 0)], 20)
+            with pytest.raises(TransferFailed):
+                await stranger.transfer.pull(mine, [(0, 0)], 20)
+            source.transfer.release(mine.lease)
+            other.transfer.release(theirs.lease)
 
     run(test())
 
