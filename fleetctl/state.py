@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -85,6 +86,14 @@ class StateFolder:
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
+    def open_log(self, name: str) -> FileIO:
+        """To write at its end, unbuffered. Where there can be none, what is written is lost."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            return self.log(name).open("ab", buffering=0)
+        except OSError:
+            return Path(os.devnull).open("ab", buffering=0)
+
     def fresh_logs(self) -> None:
         """An empty folder for this run; the logs of the run before are kept once."""
         previous = self.path / "logs.previous"
@@ -95,10 +104,15 @@ class StateFolder:
 
     def bound_logs(self, most_bytes: int) -> None:
         """Copies a longer log to `NAME.log.1`, over the one before, and begins it anew. Its owner goes on
-        writing to the same file, at its new end; what it says in the moment between is lost."""
+        writing to the same file, at its new end; what it says in the moment between is lost. Without room
+        for a copy all of it is."""
         for path in self.logs.glob("*.log"):
             if path.stat().st_size > most_bytes:
-                shutil.copyfile(path, path.with_suffix(".log.1"))
+                copy = path.with_suffix(".log.1")
+                try:
+                    shutil.copyfile(path, copy)
+                except OSError:
+                    copy.unlink(missing_ok=True)
                 os.truncate(path, 0)
 
     def last_lines(self, name: str, count: int) -> list[str]:

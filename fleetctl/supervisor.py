@@ -271,9 +271,9 @@ class Supervisor:
         command = [*self.plan.commands[kind], *self._flags(kind, name), *self.plan.flags.get(kind, ())]
         shim = [sys.executable, "-I", "-S", str(Path(exec_shim.__file__)), str(os.getpid())]
         try:
-            with self._folder.log(name).open("ab") as output:
-                output.write(f"{MARK} {time.strftime('%F %T')}: {' '.join(command)}\n".encode())
-                output.flush()
+            with self._folder.open_log(name) as output:
+                with contextlib.suppress(OSError):  # The disk is full: who starts again is worth more.
+                    output.write(f"{MARK} {time.strftime('%F %T')}: {' '.join(command)}\n".encode())
                 process = await asyncio.create_subprocess_exec(
                     *shim,
                     *command,
@@ -284,7 +284,7 @@ class Supervisor:
                     start_new_session=True,
                 )
         except OSError as error:
-            # No more processes, memory or disk for now: the same as a crash, and tried again like one.
+            # No more processes or memory for now: the same as a crash, and tried again like one.
             self._say(name, "crash", f"cannot be started: {error}")
             self._after_exit(replace(child, phase=Phase.STARTING), 1)
             return
@@ -555,8 +555,15 @@ class Supervisor:
                 for child in self._children.values()
             ),
         )
-        if state != self._written:
+        if state == self._written:
+            return
+        try:
             self._folder.write(state)
+        except OSError as error:
+            # A full disk is no reason to end a fleet. Who reads meanwhile sees how it was; tried again soon.
+            self._say_once("state", "old", f"{self._folder.path}: {error}")
+        else:
+            self._notes.pop("state", None)
             self._written = state
 
     def picture(self) -> FleetPicture:

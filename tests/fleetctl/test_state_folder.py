@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,25 @@ def test_a_log_is_bounded_while_its_owner_writes_on(tmp_path: Path) -> None:
     assert folder.log("router").read_text() == "turn 2\n", "a short one is left alone"
     assert sorted(path.name for path in folder.logs.iterdir()) == ["router.log", "router.log.1"]
     assert folder.logs.joinpath("router.log.1").read_text().startswith("turn 1\nlong\n")
+
+
+def test_without_room_logs_are_bounded_all_the_same_and_nobody_waits_for_one(
+    tmp_path: Path,
+) -> None:
+    folder = StateFolder(tmp_path)
+    folder.fresh_logs()
+    folder.log("router").write_bytes(b"long\n" * 100)
+    folder.logs.joinpath("router.log.1").symlink_to("/dev/full")
+    folder.bound_logs(400)
+    assert folder.log("router").read_bytes() == b""
+    shutil.rmtree(folder.logs)
+    with folder.open_log("router") as owner:
+        owner.write(b"made anew\n")
+    assert folder.last_lines("router", 9) == ["made anew"]
+    shutil.rmtree(folder.logs)
+    folder.logs.write_text("no folder")
+    with folder.open_log("router") as owner:
+        assert owner.write(b"lost\n") == 5
 
 
 def test_the_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Files in `--folder`: `ID.load` holds a number of running requests, `ID.busy` kee
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from fleet.member import MemberState, Role, WorkerCard
 from fleet.registry.etcd_registry import EtcdRegistry
 from fleet.settings import ControlSettings, load_or_exit
 from fleet.wire.network import serve
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +93,16 @@ async def serve_until_drained(settings: StandInSettings) -> None:
     )
     if settings.behave != "deaf":
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: chassis.begin_drain(60.0))
-    print("serves", flush=True)
+    log.info("serves")
     turns = {role: lambda: None for role in Role}
     await chassis.run(card, StandIn(settings), settings.control.lease_ttl_s, turns)
     await server.close(1.0)
     await registry.close()
-    print("left", flush=True)
+    log.info("left")
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     given = load_or_exit(StandInSettings)
     if given.behave == "crash":
         sys.exit("the weights are torn")

@@ -322,6 +322,26 @@ def test_a_frozen_worker_is_replaced(start: Callable[..., Fleet]) -> None:
     assert fleet.end() == 0
 
 
+def test_a_full_disk_costs_what_would_be_written_there_and_no_process(start: Callable[..., Fleet]) -> None:
+    fleet = start()
+    fleet.line("fleet +ready")
+    before = fleet.pids()
+    ((name, pid),) = fleet.pids("decode").items()
+    state, log = fleet.folder.path / "state.new", fleet.folder.log(name)
+    state.symlink_to("/dev/full")
+    log.unlink()
+    log.symlink_to("/dev/full")
+    os.kill(pid, signal.SIGKILL)
+    fleet.line("state +old .*No space left")
+    fleet.line(rf"{name} +start")
+    fleet.line(rf"{name} +ready")
+    assert fleet.pids() == before
+    state.unlink()
+    until(lambda: fleet.pids()[name] != pid)
+    assert {**fleet.pids(), name: pid} == before
+    assert fleet.end() == 0
+
+
 def test_nothing_outlives_a_supervisor_that_is_killed_and_the_next_one_starts_clean(
     start: Callable[..., Fleet],
 ) -> None:
