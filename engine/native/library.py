@@ -1,52 +1,27 @@
-"""Compiles the C kernels beside this file once a machine, and loads them; says why where that cannot be."""
+"""The C kernels beside this file, compiled once a machine by `fleet/native.py`."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import select
-import shlex
-import shutil
-import signal
-import stat
-import subprocess
-import tempfile
-import time
-from contextlib import suppress
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fleet.model_files import cache_folder
+from fleet.native import Source, Unusable, load
 
-log = logging.getLogger(__name__)
+__all__ = ["Native", "Step", "Unusable", "native"]
 
-_SOURCE = Path(__file__).parent
-_FLAGS = (
-    "-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
-    "-fno-trapping-math", "-w",
-)  # fmt: skip
-_LIMIT_S = 120.0
-"""A compiler that takes longer than this is not waited for; it usually takes 3 s."""
-
-_VERSION_LIMIT_S = 20.0
-"""The same of its `--version`."""
-
-_MOST_SAID = 1 << 20
-"""Bytes; a compiler that says more is none."""
-
-_SEAL = 16
-"""Bytes of the digest at the end of a compiled file: one that lost its end, as when a disk was full or a
-machine fell, would end the process that loads it with SIGBUS."""
-
-_ABANDONED_S = 3600.0
-"""Folders of compilations that are older than this are of processes that were killed."""
+KERNELS = Source(
+    name="kernels",
+    file=Path(__file__).with_name("kernels.c"),
+    gain="decoding is several times faster",
+    limit_s=120.0,  # It usually takes 3.
+    flags=("-fno-math-errno", "-fno-trapping-math"),
+    attempts=(("-fopenmp",), ()),  # Where there is no OpenMP to link with, they run in one thread.
+)
 
 
 class Step(Structure):
@@ -109,17 +84,13 @@ class Native:
         return found
 
 
-class Unusable(Exception):
-    """There are no kernels here; the text says why."""
-
-
 @functools.cache
 def _attempt() -> Native | str:
     try:
-        return _declare(ctypes.CDLL(str(build())))
+        return _declare(load(KERNELS, ctypes.CDLL))
     except Unusable as why:
         return str(why)
-    except (OSError, AttributeError) as error:
+    except AttributeError as error:
         return f"the kernels cannot be loaded: {error}"
 
 
@@ -148,155 +119,3 @@ def _declare(library: ctypes.CDLL) -> Native:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int32 if name in _FAIL else None
     return Native(library, amx)
-
-
-def build() -> Path:
-    """Where the compiled kernels lie; compiles them if they do not. Raises `Unusable`."""
-    if os.environ.get("PDFLEET_NATIVE") == "0":
-        raise Unusable("switched off by PDFLEET_NATIVE=0")
-    if os.name != "posix":
-        raise Unusable("only built where there is a POSIX compiler")
-    compiler = _compiler()
-    try:
-        folder = cache_folder() / "native"
-    except RuntimeError as error:  # no HOME, and no entry for this user
-        raise Unusable(
-            f"there is no folder to keep the kernels in ({error}); PDFLEET_CACHE names one"
-        ) from error
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _own(folder)
-    path = folder / f"kernels-{_key(compiler)}.so"
-    if not _trusted(path):
-        _compile(compiler, path)
-    return path
-
-
-def _compiler() -> list[str]:
-    """As `make` takes it: `CC` may be a command with arguments."""
-    given = os.environ.get("CC", "")
-    try:
-        command = shlex.split(given)
-    except ValueError as error:
-        raise Unusable(f"CC is {given!r}, which is no command: {error}") from error
-    if command:
-        return command
-    found = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if found is None:
-        raise Unusable(
-            "no C compiler (cc, gcc or clang) is installed; with one, decoding is several times faster"
-        )
-    return [found]
-
-
-def _own(folder: Path) -> None:
-    """Whoever may write a folder may put another file in the place of one that was looked at."""
-    found = folder.stat()
-    if found.st_uid != os.getuid():
-        raise Unusable(
-            f"{folder} belongs to user {found.st_uid}, who could change what is run here; "
-            "PDFLEET_CACHE names another"
-        )
-    if found.st_mode & 0o022:
-        folder.chmod(0o700)
-
-
-def _key(compiler: list[str]) -> str:
-    """Of all that what comes out depends on: sources, flags, compiler, libc and what this processor can."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted((*_SOURCE.glob("*.c"), *_SOURCE.glob("*.h"))):
-        digest.update(file.read_bytes())
-    system = (platform.machine(), platform.libc_ver(), platform.python_version())
-    digest.update(repr((_FLAGS, shutil.which(compiler[0]), compiler[1:], system)).encode())
-    digest.update(_ran([*compiler, "--version"], _VERSION_LIMIT_S)[1].encode())
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "flags", "Features", "CPU part")):
-                digest.update(line.encode())
-            if not line:
-                break
-    except OSError:
-        digest.update(platform.processor().encode())
-    return digest.hexdigest()
-
-
-def _trusted(path: Path) -> bool:
-    """There, a file of ours that nobody else can write, and whole."""
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-                return False
-            made = file.read()
-    except OSError:
-        return False
-    return _seal(made[:-_SEAL]) == made[-_SEAL:]
-
-
-def _seal(made: bytes) -> bytes:
-    return hashlib.blake2b(made, digest_size=_SEAL).digest()
-
-
-def _ran(command: list[str], limit_s: float) -> tuple[int, str]:
-    """The exit code of a compiler and what it said. Raises `Unusable` where it cannot be run or does not end;
-    then it is ended, and all that it has started with it."""
-    name = shlex.join(command[:1])
-    end = time.monotonic() + limit_s
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{name} cannot be run: {error}") from error
-    assert process.stdout is not None
-    said = bytearray()
-    with process.stdout as pipe:
-        try:
-            poll = select.poll()
-            poll.register(pipe, select.POLLIN)
-            while poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                piece = os.read(pipe.fileno(), 1 << 16)
-                if not piece:
-                    break
-                said += piece
-                if len(said) > _MOST_SAID:
-                    raise Unusable(f"{name} says more than a compiler would")
-            code = process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired as error:
-            raise Unusable(f"{name} did not end within {limit_s:g} s") from error
-        finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return code, said.decode(errors="replace")
-
-
-def _compile(compiler: list[str], path: Path) -> None:
-    """Beside its place, then moved there at once: processes that start together each make a whole one."""
-    name = shlex.join(compiler)
-    log.info("compiling the CPU kernels with %s, once on this machine", name)
-    for left in path.parent.glob("making-*"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as folder:
-        made = Path(folder) / path.name
-        said = ""
-        # Where there is no OpenMP to link with, the kernels run in one thread.
-        for threads in (("-fopenmp",), ()):
-            command = [*compiler, *_FLAGS, *threads, str(_SOURCE / "kernels.c"), "-o", str(made), "-lm"]
-            code, output = _ran(command, _LIMIT_S)
-            if code == 0:
-                if not made.is_file():
-                    raise Unusable(f"{name} did not compile the kernels: it wrote no file")
-                made.write_bytes((content := made.read_bytes()) + _seal(content))
-                made.chmod(0o700)
-                made.replace(path)
-                return
-            errors = [line for line in output.splitlines() if "error" in line]
-            said = errors[0].rpartition("/")[2] if errors else f"it ended with {code}"
-        raise Unusable(f"{name} did not compile the kernels: {said}")
