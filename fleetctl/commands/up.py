@@ -152,6 +152,8 @@ def run_plan(plan: FleetPlan, target: Target, report_fd: int | None = None) -> N
     keep.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(keep)
     logging.getLogger().setLevel(logging.INFO)
+    # On a full disk each line would become a traceback in the terminal.
+    logging.raiseExceptions = False
     show = _View(target, plan, say)
     supervisor = Supervisor(plan, target.folder, show.notice)
     try:
