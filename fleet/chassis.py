@@ -68,6 +68,9 @@ class ChassisSettings:
     event_s: float = 0.01
     """Seconds between messages of KV events: changes meanwhile travel together. What a router sent itself it
     expects to be there; shorter costs every router, longer delays what others sent."""
+    revision: str = ""
+    """Name of what it was started of, such as a rollout's; routers count by it how many requests met their
+    objectives. Empty: not counted so."""
     event_backlog: int = 4096
     """KV event messages kept for a slow bus; more are dropped, and routers ask for a snapshot."""
 

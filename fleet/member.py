@@ -71,6 +71,8 @@ class WorkerCard:
     host: str
     metrics: str = ""
     """Where Prometheus reads its figures, `HOST:PORT`; empty: nowhere."""
+    revision: str = ""
+    """Of what it was started (`chassis.revision`): figures of requests are told by it."""
     turning: Role | None = None
     """The role it will have after its drain; None where a drain ends in leaving."""
 

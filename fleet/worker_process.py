@@ -182,6 +182,7 @@ async def run_worker(life: Life, cast: Sequence[tuple[WorkerRole, Any]], makings
             pid=os.getpid(),
             host=socket.gethostname(),
             metrics=_address(settings.metrics.bind, control.advertised, metrics.port),
+            revision=settings.chassis.revision,
         )
         log.info(
             "%s serves %s: control at %s, sessions at %s, KV at %s, metrics at %s",

@@ -48,6 +48,8 @@ class Account:
         """Of the prompt, where it was computed."""
         self.forecast: Forecast | None = None
         """Of the first leg, as it was dispatched; None: of another kind, or lost."""
+        self._revisions: set[str] = set()
+        """Of the workers that it was sent to."""
         self._promised_ttft_s: float | None = None
         """As it was forecast when it came."""
         self._sent_at = 0.0
@@ -89,6 +91,8 @@ class Account:
         if not self._known.generated:
             self.forecast = cast
         self._sent_at = now
+        if (standing := flow.roster.get(choice.worker)) is not None and standing.card.revision:
+            self._revisions.add(standing.card.revision)
         self.record.move(state, now, choice.why, choice.worker, choice.considered)
         self.timeline.mark(stage, now)
         flow.counters[count] += 1
@@ -143,6 +147,7 @@ class Account:
         flow.demand.ended(terms, outcome, verdict, prompt, self.cached_tokens, generated)
         how = str(end if isinstance(end, FinishReason) else kind)
         flow.meters.ended(self.labels, how, outcome, verdict, self.record, self._promised_ttft_s)
+        flow.meters.served(self._revisions, verdict)
         if generated:
             flow.meters.used(self.labels, prompt, self.cached_tokens, generated)
         self.record.outcome = {

@@ -50,6 +50,9 @@ _HANDOFFS = {
 """What followed on handing a ticket to a decode worker."""
 
 
+_JUDGED = {None: "uncounted", True: "attained", False: "missed"}
+
+
 class Meters:
     def __init__(self) -> None:
         self.models: set[str] = set()
@@ -58,6 +61,7 @@ class Meters:
         self._ended: Counter[Labels] = Counter()
         self._in_flight: Counter[Labels] = Counter()
         self._judged: Counter[Labels] = Counter()
+        self._served: Counter[Labels] = Counter()
         self._missed: Counter[Labels] = Counter()
         self._handoffs: Counter[Labels] = Counter()
         self._prompt_tokens: Counter[Labels] = Counter()
@@ -90,8 +94,7 @@ class Meters:
         model, slo_class = labels
         self._in_flight[labels] -= 1
         self._ended[*labels, end] += 1
-        judged = {None: "uncounted", True: "attained", False: "missed"}[verdict.attained]
-        self._judged[*labels, judged] += 1
+        self._judged[*labels, _JUDGED[verdict.attained]] += 1
         for reason in verdict.missed:
             self._missed[slo_class, reason] += 1
         for name, seconds in (
@@ -111,6 +114,11 @@ class Meters:
             direction = "later" if off > 0 else "earlier"
             self._of(self._errors, (slo_class, direction), FIRST_S).observe(abs(off))
 
+    def served(self, revisions: Iterable[str], verdict: Verdict) -> None:
+        """By workers of these; by whose, when both old and new ones had a part in it, nobody can tell."""
+        if together := "+".join(sorted(revisions)):
+            self._served[together, _JUDGED[verdict.attained]] += 1
+
     def used(self, labels: Labels, prompt: int, cached: int, generated: int) -> None:
         """Tokens of one whose first token came, however it ended; once."""
         self._prompt_tokens[labels] += prompt
@@ -128,6 +136,9 @@ class Meters:
                     by_class, self._in_flight)  # fmt: skip
         yield counter("pdfleet_requests_judged", "Ended requests by whether they met their objectives.",
                       (*by_class, "verdict"), self._judged)  # fmt: skip
+        yield counter("pdfleet_revision_requests_judged", "The same by what workers were started of "
+                      "(chassis.revision), several with +; of workers that say so.",
+                      ("revision", "verdict"), self._served)  # fmt: skip
         yield counter("pdfleet_objectives_missed", "What those that did not attain had missed.",
                       ("slo_class", "reason"), self._missed)  # fmt: skip
         yield counter("pdfleet_handoffs", "Tickets given to decode workers: completed, tried_again, kv_lost, "
