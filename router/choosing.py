@@ -6,10 +6,11 @@ Who reads the KV that waits under a ticket; who computes it, where there is none
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fleet.block_hash import HashKeys, PromptNames
+from fleet.block_hash import HashKeys
 from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
 from fleet.handoff import DecodeJob, KvTicket, PrefillJob
 from fleet.ids import Incarnation
@@ -46,7 +47,7 @@ class Known:
     """Legs that failed."""
     verdict: Exception | None = None
     """Why it is to end, where that was decided outside its reading: stopped, turned away or overdue."""
-    names: dict[tuple[str, int], PromptNames] = field(default_factory=dict)
+    names: dict[tuple[str, int], Sequence[int]] = field(default_factory=dict)
     """Index names of its leading full blocks, by digest of the pool and their number."""
 
     @classmethod
@@ -143,7 +144,7 @@ class Chooser:
             if worker.queued_tokens / worker.prefill_tokens_s > limit_s
         }
 
-    def names(self, known: Known, pool: Pool) -> PromptNames:
+    def names(self, known: Known, pool: Pool) -> Sequence[int]:
         """Of the full blocks among the tokens that the next leg needs."""
         tokens = known.needed
         place = pool.digest, tokens // pool.block_size
@@ -152,7 +153,7 @@ class Chooser:
             request = known.request
             keys = HashKeys(pool.digest, pool.block_size, request.adapter, request.salt)
             whole = request.prompt if tokens <= len(request.prompt) else (*request.prompt, *known.generated)
-            names = known.names[place] = PromptNames(whole[:tokens], keys)
+            names = known.names[place] = self._index.names(whole[:tokens], keys)
         return names
 
     def check_pins(self, known: Known) -> None:

@@ -4,24 +4,24 @@ For each worker the table that it keeps itself (`fleet/kv_log.py`), folded from 
 trusted while the events came without a gap and its digests agree; else the worker is *unproven* until a
 snapshot is loaded, and meanwhile it is matched by what this router itself sent there.
 
-A lookup touches few blocks: a worker that holds a block holds those before it (caches evict from the leaf),
-so the depth of a prefix is found by halving, for workers of the same depth once. Were a cache to have a
-hole, that could overstate: the answer is a hint, and workers look for themselves.
+The tables themselves, and looking prompts up in them, are behind `router/prefix_tables.py`: compiled where
+there is a compiler, else in Python. What is trusted, and when, is decided here for both.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import compress, repeat
-from operator import contains, gt, not_
+from typing import Any
 
-from fleet.block_hash import PromptNames
-from fleet.events import Cleared, KvDigest, KvEvents, KvSnapshot, Tier
+from fleet.block_hash import HashKeys
+from fleet.events import BlocksStored, Cleared, KvDigest, KvEvents, KvSnapshot, Tier
 from fleet.ids import Incarnation, WorkerId
-from fleet.kv_log import PART_BLOCKS, KvTable
+from fleet.kv_log import PART_BLOCKS
+from fleet.wire.codec import encode_kv_events
+from router.native.tables import tables as tables_here
+from router.prefix_tables import Lookup, Table, Tables
 from router.settings import IndexSettings
 
 
@@ -39,20 +39,16 @@ class Outcome(StrEnum):
     """Of a worker that is not known here, or of another life of it."""
 
 
-_LONG = 128
-"""Blocks of a prompt, all of which are rather not worked out."""
-_FEW = 12
-"""Workers of different depths of which each is looked up by itself."""
 _MISSED = 3
 """Prompts in a row that were never told of: one may have been given up, or evicted at once."""
-_Holders = tuple[list[WorkerId], list[Container[int]]]
-"""Workers, and of each what it holds, in the same order."""
 
 
 @dataclass(slots=True)
 class _Worker:
     incarnation: Incarnation
-    table: KvTable = field(default_factory=KvTable)
+    table: Table
+    head: bytes
+    """With what its messages of events begin."""
     sequence: int = 0
     """Last event that is in the table."""
     why: str | None = "new"
@@ -74,22 +70,26 @@ class _Worker:
     looked_at: float = 0.0
     missed: int = 0
     """Prompts in a row whose first block was never told of."""
-    hints: tuple[dict[int, None], dict[int, None]] = field(default_factory=lambda: ({}, {}))
-    """What was sent there while it was unproven, in this period and in the last one."""
+    hints: tuple[Table, ...] = ()
+    """What was sent there while it was unproven, in this period and in the last one; or nothing was."""
 
 
 class PrefixIndex:
-    def __init__(self, settings: IndexSettings) -> None:
+    def __init__(self, settings: IndexSettings, tables: Tables[Any] | None = None) -> None:
+        """`tables`: of which kind; None: the quickest that there is here."""
         self._settings = settings
+        self._tables: Tables[Any] = tables or tables_here()
         self._workers: dict[WorkerId, _Worker] = {}
-        self._holders: _Holders | None = None
-        """What proven workers hold on the device; None: to be collected again."""
+        self._proven: dict[bytes, _Worker] = {}
+        """By `head`."""
+        self._lookups: dict[Tier, Lookup] = {}
+        """In the tables of proven workers, down to a tier; forgotten when those change."""
+        self._hinted_at: list[Lookup] = []
+        """In the hints of the last period and of this one, likewise."""
         self._unproven: dict[WorkerId, _Worker] = {}
         self._hinted = 0
         """Blocks in this period's hints, at most."""
         self._hints_since = 0.0
-        self._bin: list[dict[int, int]] = []
-        """Tables given up. To free a large one takes milliseconds, so that is done bit by bit."""
         self.size = 0
         """Blocks in all tables; one that three workers hold, or one worker at three tiers, counts thrice."""
         self.forgotten = 0
@@ -101,7 +101,8 @@ class PrefixIndex:
         """It is unproven until a snapshot is loaded. The same life again changes nothing."""
         known = self._workers.get(worker)
         if known is None:
-            self._workers[worker] = self._unproven[worker] = _Worker(incarnation)
+            made = _Worker(incarnation, self._tables.table(), _head(worker, incarnation))
+            self._workers[worker] = self._unproven[worker] = made
         elif known.incarnation != incarnation:
             self._reborn(worker, known, incarnation)
 
@@ -109,7 +110,9 @@ class PrefixIndex:
         """All that was known of it is gone at once."""
         known = self._workers.pop(worker, None)
         if known is not None:
-            self._unproven.pop(worker, None)
+            self._proven.pop(known.head, None)
+            if self._unproven.pop(worker, None) is not None:
+                self._hinted_at.clear()
             self._empty(known)
 
     def doubt(self, worker: WorkerId, why: str) -> None:
@@ -138,6 +141,25 @@ class PrefixIndex:
             return Outcome.UNPROVEN
         self._apply(worker, message)
         return Outcome.APPLIED
+
+    def follow(self, data: bytes) -> bool:
+        """Takes in an encoded message, in a fraction of the time, if it is a proven worker's next one and in
+        its usual form. Else nothing has changed: it is to be decoded and given to `apply`."""
+        try:
+            start = 4 + data[1] + data[3 + data[1]]
+        except IndexError:
+            return False
+        worker = self._proven.get(data[:start])
+        if worker is None:
+            return False
+        grown = worker.table.follow(data, start, worker.sequence + 1)
+        if grown is None:
+            return False
+        worker.sequence += 1
+        self._grow(grown)
+        if worker.looked_for is not None:
+            self._look(worker)
+        return True
 
     def load_snapshot(self, part: KvSnapshot) -> Outcome:
         """The first part replaces all that is known of the worker; the last one is followed by the events
@@ -183,9 +205,11 @@ class PrefixIndex:
             return Outcome.UNPROVEN
         known.why = None
         known.loaded = False
-        known.hints = ({}, {})
+        known.hints = ()
         del self._unproven[worker]
-        self._holders = None
+        self._proven[known.head] = known
+        self._lookups.clear()
+        self._hinted_at.clear()
         return Outcome.APPLIED
 
     def check(self, worker: WorkerId, incarnation: Incarnation, digest: KvDigest) -> Outcome:
@@ -229,10 +253,10 @@ class PrefixIndex:
                 self._look(proven)
             return
         self._turn_hints(now)
-        hints = known.hints[0]
-        before = len(hints)
-        hints.update(dict.fromkeys(names))
-        self._hinted += len(hints) - before
+        if not known.hints:
+            known.hints = self._tables.table(), self._tables.table()
+            self._hinted_at.clear()
+        self._hinted += known.hints[0].store(names)
         if self._hinted > self._settings.max_hints // 2:
             self._next_hints(now)
 
@@ -241,14 +265,21 @@ class PrefixIndex:
         are absent. Of lower tiers only what is proven is known."""
         if not len(names):
             return {}
-        depths = _depths(self._collect() if tier is Tier.DEVICE else self._reach(tier), names)
+        lookup = self._lookups.get(tier)
+        if lookup is None:
+            proven = {id: worker.table for id, worker in self._workers.items() if worker.why is None}
+            lookup = self._lookups[tier] = self._tables.lookup(proven, tier)
+        depths = lookup(names)
         if self._unproven:
             self._turn_hints(now)
-            for period in (1, 0):
-                hints: list[Container[int]] = [worker.hints[period] for worker in self._unproven.values()]
-                for id, depth in _depths((list(self._unproven), hints), names).items():
+            for lookup in self._hinted_at or self._look_at_hints():
+                for id, depth in lookup(names).items():
                     depths[id] = max(depths.get(id, 0), depth)
         return depths
+
+    def names(self, tokens: Sequence[int], keys: HashKeys) -> Sequence[int]:
+        """Short names of a prompt's full blocks, in the form that is matched quickest."""
+        return self._tables.names(tokens, keys)
 
     def tidy(self, now: float, budget: int = 20_000) -> None:
         """Forgets old hints, frees up to `budget` blocks of tables given up; to be called now and then."""
@@ -257,14 +288,7 @@ class PrefixIndex:
             if worker.looked_for is not None and now - worker.looked_at > self._settings.told_s:
                 worker.looked_for = None
                 worker.missed += 1
-        while self._bin and budget > 0:
-            table = self._bin[-1]
-            count = min(budget, len(table))
-            for _ in range(count):
-                table.popitem()
-            budget -= count
-            if not table:
-                self._bin.pop()
+        self._tables.tidy(budget)
 
     # -- what is known
 
@@ -301,12 +325,15 @@ class PrefixIndex:
             worker.table.validate()
             assert (worker.why is None) != (id in self._unproven), f"{id}: proven and not"
             assert worker.why is None or worker.next_part or not worker.table.blocks
-            assert worker.why is not None or not (worker.tail or any(worker.hints) or worker.loaded)
-        if self._holders is not None:
-            true = {id: worker.table.held[0] for id, worker in self._workers.items() if worker.why is None}
-            assert list(true) == self._holders[0], "lookups see other workers than events"
-            seen = zip(true.values(), self._holders[1], strict=True)
-            assert all(table is held for table, held in seen), "lookups see other tables than events"
+            assert worker.why is not None or not (worker.tail or worker.hints or worker.loaded)
+            assert (worker.why is None) == (self._proven.get(worker.head) is worker), f"{id}: followed or not"
+        assert len(self._proven) + len(self._unproven) == len(self._workers)
+        true = {id: worker.table for id, worker in self._workers.items() if worker.why is None}
+        for lookup in self._lookups.values():
+            assert lookup.sees(true), "lookups see other tables than events"
+        for lookup, period in zip(self._hinted_at, (1, 0), strict=False):
+            hinted = {id: worker.hints[period] for id, worker in self._unproven.items() if worker.hints}
+            assert lookup.sees(hinted), "lookups see other hints than were made"
 
     # -- how
 
@@ -317,31 +344,31 @@ class PrefixIndex:
         for event in message.events:
             if isinstance(event, Cleared):
                 grown -= self._give_up(worker)
+                continue
+            if isinstance(event, BlocksStored):
+                grown += worker.table.store(event.hashes, event.tier)
             else:
-                grown += worker.table.apply(event)
-                named += len(event.hashes)
-        if grown > 0:
-            self._grow(grown)
-        else:
-            self.size += grown
+                grown -= worker.table.drop(event.hashes, event.tier)
+            named += len(event.hashes)
+        self._grow(grown)
         if worker.looked_for is not None:
             self._look(worker)
         return named
 
     @staticmethod
     def _look(worker: _Worker) -> None:
-        if any(worker.looked_for in held for held in worker.table.held):
+        if worker.looked_for is not None and worker.table.has(worker.looked_for):
             worker.looked_for, worker.missed = None, 0
 
     def _grow(self, blocks: int) -> None:
-        """Above the cap the largest tables lose their oldest, a sixteenth at a time."""
+        """Or shrinks. Above the cap the largest tables lose their oldest, a sixteenth at a time."""
         self.size += blocks
         while self.size > self._settings.max_blocks:
             largest, tier = max(
                 ((worker, tier) for worker in self._workers.values() for tier in Tier),
-                key=lambda at: len(at[0].table.at(at[1])),
+                key=lambda at: at[0].table.count(at[1]),
             )
-            count = len(largest.table.at(tier)) // 16 + 1
+            count = largest.table.count(tier) // 16 + 1
             forgotten = largest.table.drop_oldest(tier, min(count, PART_BLOCKS))
             largest.capped = True
             self.forgotten += forgotten
@@ -356,13 +383,13 @@ class PrefixIndex:
 
     def _give_up(self, worker: _Worker) -> int:
         """Returns how many blocks those were."""
-        self._bin += [held for held in worker.table.held if len(held) > PART_BLOCKS]
-        self._holders = None
-        return worker.table.clear()
+        self._lookups.clear()
+        return self._tables.clear(worker.table)
 
     def _lose(self, id: WorkerId, worker: _Worker, why: str) -> None:
         if worker.why is None:
             self._empty(worker)
+            self._proven.pop(worker.head, None)
             self._unproven[id] = worker
             worker.looked_for = None
         worker.why = why
@@ -370,27 +397,25 @@ class PrefixIndex:
     def _reborn(self, id: WorkerId, worker: _Worker, incarnation: Incarnation) -> None:
         self._lose(id, worker, "another life of the worker")
         self._empty(worker)
-        worker.incarnation = incarnation
+        worker.incarnation, worker.head = incarnation, _head(id, incarnation)
         worker.sequence = worker.missed = 0
         worker.tail.clear()
-        worker.hints = ({}, {})
+        worker.hints = ()
+        self._hinted_at.clear()
 
     def _keep(self, worker: _Worker, message: KvEvents) -> None:
         worker.tail[message.sequence] = message
         if len(worker.tail) > self._settings.max_tail:
             del worker.tail[min(worker.tail)]
 
-    def _collect(self) -> _Holders:
-        if self._holders is None:
-            self._holders = self._reach(Tier.DEVICE)
-        return self._holders
-
-    def _reach(self, lowest: Tier) -> _Holders:
-        reached = list(Tier).index(lowest) + 1
-        proven = {
-            id: worker.table.held[:reached] for id, worker in self._workers.items() if worker.why is None
-        }
-        return list(proven), [held[0] if reached == 1 else _Any(held) for held in proven.values()]
+    def _look_at_hints(self) -> list[Lookup]:
+        hinted = {id: worker.hints for id, worker in self._unproven.items() if worker.hints}
+        if hinted:
+            self._hinted_at += [
+                self._tables.lookup({id: hints[period] for id, hints in hinted.items()}, Tier.DEVICE)
+                for period in (1, 0)
+            ]
+        return self._hinted_at
 
     def _turn_hints(self, now: float) -> None:
         age = now - self._hints_since
@@ -401,105 +426,17 @@ class PrefixIndex:
 
     def _next_hints(self, now: float) -> None:
         for worker in self._unproven.values():
-            worker.hints = ({}, worker.hints[0])
+            if worker.hints:
+                last = worker.hints[0]
+                worker.hints = (self._tables.table(), last) if last.blocks else ()
+        self._hinted_at.clear()
         self._hinted = 0
         self._hints_since = now
 
 
-class _Any:
-    """Several tables of one worker."""
-
-    __slots__ = ("_tables",)
-
-    def __init__(self, tables: Sequence[Container[int]]) -> None:
-        self._tables = tables
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in table for table in self._tables)
-
-
-def _depths(holders: _Holders, names: Sequence[int]) -> dict[WorkerId, int]:
-    """Leading blocks of each that has the first one.
-
-    Workers often share a depth: some are looked at block by block, the others compared with them. Where
-    all of those differ each is halved by itself, in C.
-
-    Names that are still to be worked out cost more than looking them up, so that then, for many workers, only
-    the last of each grain is: depths are whole grains, too small by less than 8 blocks or, of a long prompt,
-    a 32nd of it. The deepest are exact.
-    """
-    first, count = names[0], len(names)
-    rest, begun = holders, False
-    found: dict[WorkerId, int] = {}
-    while rest[0]:
-        ids, tables = rest
-        sample = tables[:: len(tables) // 3 + 1]
-        if not begun and not all(first in table for table in sample):
-            rest, begun = _those(rest, list(map(contains, tables, repeat(first)))), True
-            continue
-        some = [0]
-        for table in sample:
-            some.append(_depth(table, names, some[-1]))
-        del some[0]
-        if len(set(some)) == len(some) < len(tables):
-            if not begun:
-                ids, tables = _those(rest, list(map(contains, tables, repeat(first))))
-            if not isinstance(names, PromptNames) or count < _LONG:
-                depths = _halved(tables, names[::-1])
-            elif len(tables) > _FEW:
-                depths = _grained(tables, names)
-            else:
-                depths = [_depth(table, names, 0) for table in tables]
-            found.update(zip(ids, depths, strict=True))
-            break
-        depth = max(some, key=some.count)
-        # Who holds the last of them holds the first: that needs no look.
-        same = list(map(contains, tables, repeat(names[depth - 1])))
-        if depth < count:
-            same = list(map(gt, same, map(contains, tables, repeat(names[depth]))))
-        found.update(zip(compress(ids, same), repeat(depth)))
-        rest = _those(rest, list(map(not_, same)))
-    return found
-
-
-def _those(holders: _Holders, wanted: list[bool]) -> _Holders:
-    ids, tables = holders
-    return list(compress(ids, wanted)), list(compress(tables, wanted))
-
-
-def _halved(tables: Sequence[Container[int]], backwards: Sequence[int]) -> list[int]:
-    count = len(backwards)
-    return [count - bisect_left(backwards, True, key=table.__contains__) for table in tables]
-
-
-def _grained(tables: Sequence[Container[int]], names: PromptNames) -> list[int]:
-    grain = names.grain
-    grains = _halved(tables, names.coarse()[::-1])
-    most = max(grains)
-    low, high = max(1, most * grain), min((most + 1) * grain, len(names) + 1)
-    return [
-        _between(table, names, low, high) if full == most else max(1, full * grain)
-        for table, full in zip(tables, grains, strict=True)
-    ]
-
-
-def _depth(table: Container[int], names: Sequence[int], guess: int) -> int:
-    """Leading blocks of one that has the first: as many as guessed, or doubled until one is missing and
-    then halved, so that names far behind are not worked out for nothing."""
-    low, high, count = 1, 2, len(names)
-    if guess and names[guess - 1] in table and (guess == count or names[guess] not in table):
-        return guess
-    while high <= count and names[high - 1] in table:
-        low, high = high, 2 * high
-    return _between(table, names, low, min(high, count + 1))
-
-
-def _between(table: Container[int], names: Sequence[int], low: int, high: int) -> int:
-    """Leading blocks of one that has `low` of them, and fewer than `high`."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if names[middle - 1] in table:
-            low = middle
-        else:
-            high = middle
-    return low
+def _head(worker: WorkerId, incarnation: Incarnation) -> bytes:
+    """With what each message of that life begins: what is zero or empty is not written."""
+    try:
+        return encode_kv_events(KvEvents(worker, incarnation, 0, ()))
+    except ValueError:  # It cannot be said, so nothing will begin so.
+        return f"{worker} {incarnation}".encode(errors="replace")

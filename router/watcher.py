@@ -283,6 +283,8 @@ class Router:
     async def _follow_events(self, subscription: Subscription) -> None:
         async for message in subscription:
             self.counters["kv_messages"] += 1
+            if self.index.follow(message.data):
+                continue
             try:
                 events = decode_kv_events(message.data)
             except ValueError as error:

@@ -22,7 +22,7 @@ from subprocess import PIPE
 from typing import Any
 
 from benchmarks.report import emit, percentile
-from fleet.block_hash import HashKeys, PromptNames, block_hashes
+from fleet.block_hash import HashKeys, block_hashes, short_names
 from fleet.bus.memory import MemoryHub as BusHub
 from fleet.card_codec import encode_card
 from fleet.events import BlocksDropped, BlocksStored, KvDigest, KvEvents, KvSnapshot, LoadReport
@@ -146,8 +146,8 @@ def apply_cases(batch: int, rounds: int) -> Iterator[Case]:
         def once(index: PrefixIndex = index, coming: Iterator[tuple[bytes, bytes]] = coming) -> float:
             start = time.process_time_ns()
             for _ in range(batch):
-                for data in next(coming):
-                    assert index.apply(decode_kv_events(data)) is Outcome.APPLIED
+                for data in next(coming):  # As `router.watcher` does it.
+                    assert index.follow(data) or index.apply(decode_kv_events(data)) is Outcome.APPLIED
             return (time.process_time_ns() - start) / 1000 / batch
 
         task = {"kind": "apply", "messages": tasks, "batch": batch}
@@ -253,10 +253,9 @@ def bench_decision(runs: int) -> None:
     """Everything the router decides for one request: hash, match and both choices."""
     chance = random.Random(5)
     prompt = tuple(chance.randrange(50_000) for _ in range(PROMPT))
-    emit("router_names", "µs", measure(lambda: block_hashes(prompt, KEYS), runs), tokens=PROMPT, names="all")
-    last = measure(lambda: PromptNames(prompt, KEYS)[-1], runs)
-    emit("router_names", "µs", last, tokens=PROMPT, names="the last")
-    known = PromptNames(prompt, KEYS)[:]
+    whole = measure(lambda: PrefixIndex(SETTINGS.index).names(prompt, KEYS)[-1], runs)
+    emit("router_names", "µs", whole, tokens=PROMPT)
+    known = short_names(block_hashes(prompt, KEYS))
     for workers in (2, 16, 128):
         for kind in ("cold", *DEPTHS):
             roster = fleet(workers)
@@ -265,7 +264,7 @@ def bench_decision(runs: int) -> None:
 
             def decide(roster: Roster = roster, index: PrefixIndex = index, tie: Any = tie) -> None:
                 (pool,) = roster.pools("m")
-                ask = Ask(PROMPT, index.match(PromptNames(prompt, KEYS), 0.0), next(tie) * 7919)
+                ask = Ask(PROMPT, index.match(index.names(prompt, KEYS), 0.0), next(tie) * 7919)
                 choose_prefill(pool, ask, SETTINGS.cost)
                 choose_decode(pool, ask, SETTINGS.cost, ticket=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,14 +14,29 @@ from fleet.block_hash import HashKeys, PromptNames, block_hashes, short_names
 from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvent, KvEvents, KvSnapshot, Tier
 from fleet.ids import Incarnation, WorkerId
 from fleet.kv_log import PART_BLOCKS, KvLog
+from fleet.native import Unusable
+from router.native.tables import NativeTables, load_library
 from router.prefix_index import Outcome, PrefixIndex
+from router.prefix_tables import PlainTables, Tables
 from router.settings import IndexSettings
 
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 
 
+MADE_OF: list[Tables[Any]] = [PlainTables()]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["plain", "native"])
+def _kind(request: pytest.FixtureRequest) -> None:
+    """All tests here are run on both kinds of tables."""
+    try:
+        MADE_OF[0] = PlainTables() if request.param == "plain" else NativeTables(load_library())
+    except Unusable as why:
+        pytest.skip(str(why))
+
+
 def index(**fields: float) -> PrefixIndex:
-    return PrefixIndex(IndexSettings(**fields))  # type: ignore[arg-type]
+    return PrefixIndex(IndexSettings(**fields), MADE_OF[0])  # type: ignore[arg-type]
 
 
 def log(worker: WorkerId = W1, life: int = 1) -> KvLog:
