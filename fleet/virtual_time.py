@@ -272,51 +272,60 @@ class VirtualTimeLoop(BaseEventLoop):
         super().close()
 
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._timers
-        while timers and timers[0][2].cancelled():
-            heapq.heappop(timers)
-            self._cancelled -= 1
-        if ready or self._stopping:
-            self._spins += 1
-            if self._spins > _SPIN_LIMIT:
-                raise Deadlock(f"at {self._now:.6f} s something polls and never sleeps{self._pending()}")
-        else:
-            if not timers:
-                raise Deadlock(f"at {self._now:.6f} s nothing is ready and no timer is set{self._pending()}")
-            when = timers[0][0]
-            if self._end is not None and when > self._end:
-                raise HorizonReached(f"not ended by {self._end:.6f} s{self._pending()}")
-            if when > self._now:
-                self._now = when
-                self._spins = 0
-        while timers and timers[0][0] <= self._now:
-            timer = heapq.heappop(timers)[2]
-            if timer.cancelled():
+        """Turns of the loop until it is stopped: at least one."""
+        ready, timers, pop = self._ready, self._timers, self._ready.popleft
+        while True:
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
                 self._cancelled -= 1
+            if ready or self._stopping:
+                self._spins += 1
+                if self._spins > _SPIN_LIMIT:
+                    raise Deadlock(f"at {self._now:.6f} s something polls and never sleeps{self._pending()}")
             else:
-                ready.append(timer)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            context: Context = handle._context  # type: ignore[attr-defined]
-            process = context.get(_PROCESS)
-            if process is not None and process.holds(handle):
-                continue
-            try:
-                context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # noqa: BLE001 — as any loop, it tells its handler and goes on
-                told = f"Exception in callback {handle!r}"
-                self.call_exception_handler({"message": told, "exception": error, "handle": handle})
+                self._jump()
+            now = self._now
+            while timers and timers[0][0] <= now:
+                timer = heapq.heappop(timers)[2]
+                if timer._cancelled:
+                    self._cancelled -= 1
+                else:
+                    ready.append(timer)
+            for _ in range(len(ready)):
+                handle = pop()
+                if handle._cancelled:
+                    continue
+                context: Context = handle._context  # type: ignore[attr-defined]
+                process = context.get(_PROCESS)
+                if process is not None and process.holds(handle):
+                    continue
+                try:
+                    context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 — as any loop, it tells its handler and goes on
+                    told = f"Exception in callback {handle!r}"
+                    self.call_exception_handler({"message": told, "exception": error, "handle": handle})
+            if self._stopping:
+                return
+
+    def _jump(self) -> None:
+        """To the next timer."""
+        if not self._timers:
+            raise Deadlock(f"at {self._now:.6f} s nothing is ready and no timer is set{self._pending()}")
+        when = self._timers[0][0]
+        if self._end is not None and when > self._end:
+            raise HorizonReached(f"not ended by {self._end:.6f} s{self._pending()}")
+        if when > self._now:
+            self._now = when
+            self._spins = 0
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         # Most timers are timeouts that never fire; unswept they would pile up until they are due.
         # The count is a guess (a timer already due counts too), which a sweep sets right.
         self._cancelled += 1
         if self._cancelled > 1000 and self._cancelled * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers[:] = [entry for entry in self._timers if not entry[2].cancelled()]
             heapq.heapify(self._timers)
             self._cancelled = 0
 

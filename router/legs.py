@@ -334,3 +334,5 @@ class Legs:
         self.release()
         if self._timer is not None:
             self._timer.cancel()
+        # The request holds its legs: it would wait, prompt and all, for somebody to look for cycles.
+        self._overdue = lambda: None

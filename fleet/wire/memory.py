@@ -4,6 +4,9 @@ One hub is a network. Workers serve at addresses, routers have names; what is se
 a delay. A fault holds messages back (`freeze`, `partition`, `slow`), breaks connections (`kill`, `cut`) or
 spoils a call; how it is noticed is the business of `session.py`, as over TCP. Nothing is random.
 
+Messages are bytes, as over TCP; a hub that is `plain` hands the words over as they are, which takes a tenth
+of a simulation's time away.
+
 Where processes share a loop (`virtual_time.Process`), a worker's part of a session or call runs in the
 process that serves it: what is sent to a stopped one waits in its sockets, and delays are on no one's clock.
 """
@@ -18,13 +21,14 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from fleet.errors import DeadlineExceeded, FleetError, Unavailable, WorkerLost, error_named
-from fleet.virtual_time import true_sleep_until, true_time
+from fleet.virtual_time import outside, true_sleep_until, true_time
 from fleet.wire import WorkerService
 from fleet.wire.calls import CALLS, Caller
-from fleet.wire.session import RouterSession, WireSettings, WorkerSessions
+from fleet.wire.session import ENCODED, Code, RouterSession, WireSettings, WorkerSessions
 
 T = TypeVar("T")
 
+_PLAIN = Code(*[lambda word: word] * 4)
 _WINDOW = 256
 """Messages under way in one direction; a writer waits for more room, as on a socket."""
 
@@ -50,45 +54,61 @@ class _Way:
         self._hub = hub
         self.route = (router, address, direction)
         self._last_due = 0.0
-        self._items: deque[tuple[float, bytes | None]] = deque()
+        self._items: deque[tuple[float, Any]] = deque()
         self._cut = ""
-        self.moved = asyncio.Event()
-        """Set when something was put, taken, cut or let through."""
+        self._reader: asyncio.Future[None] | None = None
+        """Set while somebody waits for the next item, or for it to come through."""
+        self._room = asyncio.Event()
 
     def _due(self) -> float:
         """On the true clock; a shorter delay overtakes nothing."""
         self._last_due = max(self._last_due, true_time() + self._hub.delay_s(*self.route))
         return self._last_due
 
-    async def put(self, data: bytes) -> None:
-        self._hub.tap(*self.route, len(data))
+    async def put(self, data: Any) -> None:
+        self._hub.tap(*self.route, len(data) if isinstance(data, bytes) else 0)
         while len(self._items) >= _WINDOW and not self._cut:
-            self.moved.clear()
-            await self.moved.wait()
+            self._room.clear()
+            await self._room.wait()
         if self._cut:
             raise Unavailable(self._cut)
-        self._items.append((self._due(), data))
-        self.moved.set()
+        self._add(data)
 
     def cut(self, why: str) -> None:
         """The last item; the reader finds it after all that was put before."""
         if not self._cut:
             self._cut = why
-            self._items.append((self._due(), None))
-            self.moved.set()
+            self._room.set()
+            self._add(None)
 
-    async def get(self) -> bytes:
+    def _add(self, item: Any) -> None:
+        due = self._due()
+        self._items.append((due, item))
+        if self._reader is not None and len(self._items) == 1:
+            # At once the reader would only wait again.
+            outside(asyncio.get_running_loop().call_at, due, self.look)
+
+    def look(self) -> None:
+        """Something may be there to be read now."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> Any:
+        loop = asyncio.get_running_loop()
         while True:
             if not self._items or self._hub.holds(*self.route):
-                self.moved.clear()
-                await self.moved.wait()
+                self._reader = loop.create_future()
+                try:
+                    await self._reader
+                finally:
+                    self._reader = None
             elif (due := self._items[0][0]) > true_time():
                 await true_sleep_until(due)
             elif (item := self._items[0][1]) is None:
                 raise Unavailable(self._cut)  # the item stays: whoever reads again is told again
             else:
                 self._items.popleft()
-                self.moved.set()
+                self._room.set()
                 return item
 
 
@@ -120,7 +140,7 @@ class _Connection:
         self.to_worker.cut(why)
         self.to_router.cut(why)
 
-    async def carry(self, way: _Way, data: bytes | None) -> bytes:
+    async def carry(self, way: _Way, data: bytes | None) -> Any:
         """Sends one message and waits for it at the other end, or only waits; `WorkerLost` when cut."""
         try:
             if data is not None:
@@ -146,9 +166,15 @@ class MemoryHub:
     """`to_worker_s` and `to_router_s` are the delays of each direction, in seconds."""
 
     def __init__(
-        self, settings: WireSettings | None = None, *, to_worker_s: float = 0.0, to_router_s: float = 0.0
+        self,
+        settings: WireSettings | None = None,
+        *,
+        to_worker_s: float = 0.0,
+        to_router_s: float = 0.0,
+        plain: bool = False,
     ) -> None:
         self.settings = settings or WireSettings()
+        self.code = _PLAIN if plain else ENCODED
         self.to_worker_s = to_worker_s
         self.to_router_s = to_router_s
         self._hosts: dict[str, _Host] = {}
@@ -158,7 +184,8 @@ class MemoryHub:
         self._slow: dict[tuple[str, str], float] = {}
         self._spoilt: defaultdict[str, deque[Spoilt]] = defaultdict(deque)
         self.tap: Callable[[str, str, Direction, int], None] = lambda router, address, direction, size: None
-        """Told of every message before it is sent; may play a fault at that very moment."""
+        """Told of every message before it is sent (its bytes; 0: it has none); may play a fault at that very
+        moment."""
 
     def serve(self, service: WorkerService, address: str = "") -> MemoryServer:
         """ValueError when the address is taken; a free one is chosen for ""."""
@@ -166,7 +193,7 @@ class MemoryHub:
             address = next(name for n in range(1, 1 << 30) if (name := f"worker:{n}") not in self._hosts)
         if address in self._hosts:
             raise ValueError(f"{address} is taken")
-        self._hosts[address] = _Host(service, WorkerSessions(service, self.settings))
+        self._hosts[address] = _Host(service, WorkerSessions(service, self.settings, self.code))
         return MemoryServer(self, address)
 
     def wire(self, router: str = "router") -> MemoryWire:
@@ -225,8 +252,8 @@ class MemoryHub:
 
     def _let_through(self) -> None:
         for connection in self._connections:
-            connection.to_worker.moved.set()
-            connection.to_router.moved.set()
+            connection.to_worker.look()
+            connection.to_router.look()
 
     # --- for the two ends ---
 
@@ -325,7 +352,7 @@ class MemoryWire(Caller):
             connection.cut("the router is gone")
 
         pipe = _Pipe(connection.to_worker, connection.to_router, True)
-        session = RouterSession(address, pipe, settings, hang_up)
+        session = RouterSession(address, pipe, settings, hang_up, self._hub.code)
         self._sessions[session] = None
         return session
 
@@ -339,10 +366,11 @@ class MemoryWire(Caller):
                 if spoilt is Spoilt.BROKEN:
                     connection.cut("the connection broke")
                 elif spoilt is Spoilt.SILENT:
-                    return await connection.carry(connection.to_router, None)
+                    await connection.carry(connection.to_router, None)  # nothing comes
                 if isinstance(reply, FleetError):
                     raise reply
-                return await connection.carry(connection.to_router, reply)
+                answer: bytes = await connection.carry(connection.to_router, reply)
+                return answer
         except TimeoutError:
             raise DeadlineExceeded(f"{address}: {name} took more than {timeout_s} s") from None
         finally:

@@ -59,12 +59,26 @@ class WireSettings:
         return 3 * self.heartbeat_s
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """How words become the messages that a pipe carries, and those words again: bytes, unless both ends share
+    a memory. Writing raises ValueError for what cannot be said, reading `Malformed`."""
+
+    write_to_worker: Callable[[ToWorker], Any]
+    read_to_worker: Callable[[Any], ToWorker]
+    write_frame: Callable[[Frame], Any]
+    read_frame: Callable[[Any], Frame]
+
+
+ENCODED = Code(encode_to_worker, decode_to_worker, encode_frame, decode_frame)
+
+
 class Pipe(Protocol):
     """Messages both ways, whole and in order. Raises `FleetError` when broken or when the peer hung up."""
 
-    async def read(self) -> bytes: ...
+    async def read(self) -> Any: ...
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: Any) -> None:
         """Waits while the peer takes nothing."""
         ...
 
@@ -79,7 +93,7 @@ T = TypeVar("T")
 class Link(Generic[T]):
     """One end: its outbox, its heartbeats and its verdict on the peer. `run` lasts as long as the session.
 
-    `pack` takes as much from the queue as one message carries: its bytes, and how much weight left.
+    `pack` takes as much from the queue as one message carries: that message, and how much weight left.
     Messages are written `apart_s` seconds apart, full ones at once.
     """
 
@@ -87,7 +101,7 @@ class Link(Generic[T]):
         self,
         pipe: Pipe,
         settings: WireSettings,
-        pack: Callable[[deque[T]], tuple[bytes, int]],
+        pack: Callable[[deque[T]], tuple[Any, int]],
         apart_s: float = 0.0,
     ) -> None:
         self._pipe = pipe
@@ -134,7 +148,7 @@ class Link(Generic[T]):
         if self._weight > self._settings.backlog:
             self.end(Overloaded(f"the peer is too slow: {self._weight} tokens or messages wait for it"))
 
-    async def run(self, deliver: Callable[[bytes], Awaitable[None]]) -> FleetError:
+    async def run(self, deliver: Callable[[Any], Awaitable[None]]) -> FleetError:
         """Reads and writes until the end; returns its reason. `deliver` may wait, which makes the peer
         wait; a `FleetError` it raises is the reason, anything else is a defect and raised here."""
         tasks = [self._loop.create_task(self._read(deliver)), self._loop.create_task(self._write())]
@@ -153,13 +167,13 @@ class Link(Generic[T]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, deliver: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _read(self, deliver: Callable[[Any], Awaitable[None]]) -> None:
         try:
             while not self._over.done():
                 self._reading_since = self._loop.time()
                 data = await self._pipe.read()
                 self._reading_since = math.inf  # a peer is not silent while its message is looked at
-                if data != _HEARTBEAT:
+                if data:  # Else it is a heartbeat.
                     await deliver(data)
         except FleetError as error:
             self.end(error)
@@ -216,12 +230,18 @@ class RouterSession:
     """The router's end: `fleet.wire.Session`. `hang_up` lets the pipe go, when the session is over."""
 
     def __init__(
-        self, address: str, pipe: Pipe, settings: WireSettings, hang_up: Callable[[], Awaitable[None]]
+        self,
+        address: str,
+        pipe: Pipe,
+        settings: WireSettings,
+        hang_up: Callable[[], Awaitable[None]],
+        code: Code = ENCODED,
     ) -> None:
         self._address = address
         self._settings = settings
         self._hang_up = hang_up
-        self._link: Link[bytes] = Link(pipe, settings, lambda outbox: (outbox.popleft(), 1))
+        self._code = code
+        self._link: Link[Any] = Link(pipe, settings, lambda outbox: (outbox.popleft(), 1))
         self._inbox: deque[Frame] = deque()
         self._closing = False
         self._came = asyncio.Event()
@@ -233,10 +253,10 @@ class RouterSession:
         if why := self._link.ending:
             raise self._lost(why)
         try:
-            data = encode_to_worker(message)
+            data = self._code.write_to_worker(message)
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        if len(data) > self._settings.message_bytes:
+        if isinstance(data, bytes) and len(data) > self._settings.message_bytes:
             limit = self._settings.message_bytes
             raise TooLarge(f"a message to a worker of {len(data)} bytes; at most {limit} are allowed")
         self._link.put(data, 1)
@@ -271,9 +291,9 @@ class RouterSession:
             self._came.set()
             await self._hang_up()
 
-    async def _deliver(self, data: bytes) -> None:
+    async def _deliver(self, data: Any) -> None:
         try:
-            frame = decode_frame(data)
+            frame = self._code.read_frame(data)
         except Malformed as error:
             raise WorkerLost(f"it sent a frame that cannot be read: {error}") from None
         self._inbox.append(frame)
@@ -286,9 +306,10 @@ class RouterSession:
 class WorkerSessions:
     """The worker's ends of all open sessions of one server."""
 
-    def __init__(self, service: WorkerService, settings: WireSettings) -> None:
+    def __init__(self, service: WorkerService, settings: WireSettings, code: Code = ENCODED) -> None:
         self._service = service
         self._settings = settings
+        self._code = code
         self._open: dict[_WorkerEnd, None] = {}
         self._left = asyncio.Event()
         self._closing = False
@@ -297,7 +318,7 @@ class WorkerSessions:
         """One session, from `opened` to `closed`, each called once; returns why it ended."""
         if self._closing:
             return Unavailable("the worker is closing")
-        end = _WorkerEnd(Link(pipe, self._settings, _pack_frames, self._settings.apart_s))
+        end = _WorkerEnd(Link(pipe, self._settings, self._pack_frames, self._settings.apart_s))
         self._open[end] = None
         self._service.opened(end)
         try:
@@ -318,9 +339,9 @@ class WorkerSessions:
             self._left.clear()
             await self._left.wait()
 
-    async def _received(self, end: _WorkerEnd, data: bytes) -> None:
+    async def _received(self, end: _WorkerEnd, data: Any) -> None:
         try:
-            message = decode_to_worker(data)
+            message = self._code.read_to_worker(data)
         except Malformed as error:
             if error.stream is None:
                 raise BadRequest(f"a message that cannot be read: {error}") from None
@@ -328,6 +349,17 @@ class WorkerSessions:
             end.send(Frame(ended=(failed,)))
         else:
             self._service.received(end, message)
+
+    def _pack_frames(self, outbox: deque[Frame]) -> tuple[Any, int]:
+        frames = [outbox.popleft()]
+        items = _items(frames[0])
+        while outbox and items + _items(outbox[0]) <= _MERGE_ITEMS:
+            frames.append(outbox.popleft())
+            items += _items(frames[-1])
+        try:
+            return self._code.write_frame(frames[0] if len(frames) == 1 else merge(frames)), items
+        except ValueError as error:
+            raise Internal(f"a frame that cannot be said: {error}") from None
 
 
 class _WorkerEnd:
@@ -347,18 +379,6 @@ def _items(frame: Frame) -> int:
     scored = sum(len(said.logprobs) for said in frame.scored)
     others = (frame.started, frame.lent, frame.prefilled, frame.tokens, frame.ended)
     return scored + sum(map(len, others))
-
-
-def _pack_frames(outbox: deque[Frame]) -> tuple[bytes, int]:
-    frames = [outbox.popleft()]
-    items = _items(frames[0])
-    while outbox and items + _items(outbox[0]) <= _MERGE_ITEMS:
-        frames.append(outbox.popleft())
-        items += _items(frames[-1])
-    try:
-        return encode_frame(frames[0] if len(frames) == 1 else merge(frames)), items
-    except ValueError as error:
-        raise Internal(f"a frame that cannot be said: {error}") from None
 
 
 def merge(frames: list[Frame]) -> Frame:

@@ -240,6 +240,7 @@ class SimFleet:
         constrain: Constrain | None = None,
         routers: int = 1,
         wire: WireSettings | None = None,
+        plain_wire: bool = False,
         chassis: ChassisSettings | None = None,
         lease_ttl_s: float = 5.0,
         pull_limit_s: float = 5.0,
@@ -248,8 +249,9 @@ class SimFleet:
         choose: Callable[[Router], None] = lambda router: None,
     ) -> None:
         """`links`: None takes the real transports. `decode_engine`: of workers that begin as decode workers;
-        None: as the others'. `clocks`: seconds by which the clock of a worker or router of this name is
-        ahead. `choose` may give a router, before it runs, another way to choose workers."""
+        None: as the others'. `plain_wire`: words go from process to process as they are, not as bytes.
+        `clocks`: seconds by which the clock of a worker or router of this name is ahead. `choose` may give a
+        router, before it runs, another way to choose workers."""
         self.constrain = constrain
         self.turns = turns
         """Roles that workers can take later."""
@@ -267,7 +269,7 @@ class SimFleet:
         self.transfer = transfer or TransferSettings()
         self.registry = RegistryHub(delay_s=0.001)
         self.bus = BusHub(delay_s=0.0005)
-        self.wire = WireHub(wire, to_worker_s=0.0002, to_router_s=0.0002)
+        self.wire = WireHub(wire, to_worker_s=0.0002, to_router_s=0.0002, plain=plain_wire)
         self.replica = replica
         self.links = links
         self.workers: dict[WorkerId, SimWorker] = {}

@@ -114,6 +114,7 @@ async def _fleet(setup: Setup) -> AsyncIterator[SimFleet]:
             objectives=setup.objectives,
         ),
         transfer=TransferSettings(checksum=False),
+        plain_wire=True,
         chassis=ChassisSettings(),
         routers=setup.routers,
         host_of=host_of,

@@ -48,7 +48,7 @@ from fleet.handoff import (
 )
 from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
 from fleet.member import MemberState, Role
-from fleet.request import FinishReason, Request, Sampling, Usage
+from fleet.request import FinishReason, Request, Sampling, TokenLogprobs, Usage
 from fleet.tls import Tls
 from fleet.wire import Session, Wire, WireServer, WorkerEnd, WorkerService
 from fleet.wire.calls import CALLS
@@ -579,6 +579,38 @@ def test_a_killed_worker_is_lost_at_once_and_its_address_is_free() -> None:
         await wire.close()
 
     in_memory(scenario)
+
+
+def test_a_plain_hub_hands_over_what_bytes_would_say_and_as_late() -> None:
+    """What a simulation sees of a fleet does not depend on it."""
+
+    async def exchange(plain: bool) -> list[tuple[float, ToWorker | Frame]]:
+        hub = MemoryHub(BEAT, to_worker_s=0.002, to_router_s=0.001, plain=plain)
+        clock, heard = asyncio.get_running_loop().time, list[tuple[float, ToWorker | Frame]]()
+
+        def answer(end: WorkerEnd, message: ToWorker) -> None:
+            heard.append((clock(), message))
+            end.send(Frame(started=(Started(1, "prefill_started"),)))
+            end.send(Frame(tokens=(Token(1, 7), Token(2, 8, TokenLogprobs(-0.5)))))
+            end.send(Frame(ended=(Ended(1, FinishReason.STOP),)))
+
+        service = Recorder(answer)
+        hub.serve(service, "w")
+        wire = hub.wire()
+        session = await wire.open("w")
+        for message in (PrefillJob(1, REQUEST), CANCEL):
+            await asyncio.sleep(3 * BEAT.silence_s)  # with heartbeats both ways
+            session.send(message)
+            heard.append((clock(), frame := await anext(aiter(session))))
+            while not frame.ended:
+                heard.append((clock(), frame := await anext(aiter(session))))
+        assert (service.messages[1] is CANCEL) is plain
+        await wire.close()
+        return heard
+
+    plain, encoded = (virtual_time.run(exchange(plain), horizon_s=3600) for plain in (True, False))
+    assert len(plain) >= 4
+    assert plain == encoded
 
 
 @pytest.mark.parametrize("fault", ["freeze", "partition"])
