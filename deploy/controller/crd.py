@@ -17,7 +17,14 @@ from fleet.cluster import FLEETS, GROUP, POOLS, VERSION, Object, Resource
 
 RESERVED = (
     *("model", "served-model-name", "worker-id", "router-id", "port", "session-port", "api-keys"),
-    *("chassis.drain-limit-s", "metrics.bind", "metrics.port", "transfer.advertise", "transfer.bind"),
+    *(
+        "chassis.drain-limit-s",
+        "chassis.revision",
+        "metrics.bind",
+        "metrics.port",
+        "transfer.advertise",
+        "transfer.bind",
+    ),
     *("http.port", "http.keys-file", "http.tls-cert", "http.tls-key", "http.drain-limit-s", "config"),
 )
 """Settings that the controller gives itself: docs/kubernetes.md."""
@@ -43,6 +50,13 @@ _SETTINGS = [
     ),
 ]
 RULES: dict[str, list[dict[str, str]]] = {
+    "Control": [
+        _rule(
+            ".tlsName",
+            "self.tlsName == '' || self.tlsSecret != ''",
+            "tlsName is what the certificate in tlsSecret bears: without one there is none",
+        ),
+    ],
     "Pool": [
         _rule(
             ".replicas",

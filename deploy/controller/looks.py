@@ -24,8 +24,9 @@ class Looks(Protocol):
         """Pod → `HOST:PORT` in; pod → requests running and waiting out, of those that answered."""
         ...
 
-    async def judged(self, pages: Sequence[str]) -> Judged | None:
-        """Of routers, added up; None where one did not answer: a sum without it says something else."""
+    async def judged(self, pages: Sequence[str]) -> dict[str, Judged] | None:
+        """Of routers, added up, by revision; None where one did not answer: a sum without it says something
+        else."""
         ...
 
 
@@ -39,17 +40,17 @@ def load(page: str) -> float | None:
     return sum(found) if found else None
 
 
-def judged(page: str) -> Judged:
-    by = {"attained": 0.0, "all": 0.0}
+def judged(page: str) -> dict[str, Judged]:
+    by: dict[str, Judged] = {}
     for family in text_string_to_metric_families(page):
-        if family.name == "pdfleet_requests_judged":
+        if family.name == "pdfleet_revision_requests_judged":
             for sample in family.samples:
-                if sample.name.endswith("_total"):
-                    verdict = sample.labels.get("verdict", "")
-                    if verdict in _COUNTS:
-                        by["all"] += sample.value
-                        by["attained"] += sample.value if verdict == "attained" else 0
-    return Judged(int(by["attained"]), int(by["all"]))
+                verdict = sample.labels.get("verdict", "")
+                if sample.name.endswith("_total") and verdict in _COUNTS:
+                    count = int(sample.value)
+                    one = Judged(count if verdict == "attained" else 0, count)
+                    by = together((by, {sample.labels.get("revision", ""): one}))
+    return by
 
 
 _COUNTS = ("attained", "missed")
@@ -79,7 +80,7 @@ class PageLooks:
             await asyncio.gather(*(look(pod, address) for pod, address in pages.items()))
         return found
 
-    async def judged(self, pages: Sequence[str]) -> Judged | None:
+    async def judged(self, pages: Sequence[str]) -> dict[str, Judged] | None:
         from aiohttp import ClientSession
 
         if not pages:
@@ -90,12 +91,15 @@ class PageLooks:
             except Unavailable as error:
                 log.info("attainment is not known: %s", error.message)
                 return None
-        return total(judged(text) for text in texts)
+        return together(judged(text) for text in texts)
 
 
-def total(parts: Iterable[Judged]) -> Judged:
-    both = [(one.attained, one.judged) for one in parts]
-    return Judged(sum(one for one, _ in both), sum(other for _, other in both))
+def together(parts: Iterable[Mapping[str, Judged]]) -> dict[str, Judged]:
+    found: dict[str, Judged] = {}
+    for part in parts:
+        for name, one in part.items():
+            found[name] = found.get(name, Judged(0, 0)) + one
+    return found
 
 
 async def _read(session: object, url: str) -> str:

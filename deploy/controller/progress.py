@@ -17,7 +17,7 @@ from deploy.controller.words import Judged
 def progress(
     before: FleetStatus,
     scene: Scene,
-    judged: Judged | None,
+    judged: Mapping[str, Judged] | None,
     target: str,
     wanted: Mapping[str, int],
     step: Step,
@@ -28,12 +28,10 @@ def progress(
     last = before.rollout
     ready = sum(scene.ready(role, target) for role in ROLES)
     if before.update_revision != revision(spec) or not last.started:
-        last = RolloutStatus(
-            started=stamp(now), progressed=stamp(now), best_ready=ready,
-            attained=judged.attained if judged else -1, judged=judged.judged if judged else -1,
-        )  # fmt: skip
-    elif last.judged < 0 and judged is not None:
-        last = msgspec.structs.replace(last, attained=judged.attained, judged=judged.judged)
+        last = RolloutStatus(started=stamp(now), progressed=stamp(now), best_ready=ready)
+    own, others = _tallies(judged or {}, target)
+    if judged is not None:
+        last = _begun(last, own, others)
     if step.complete or spec.rollout.paused:
         last = msgspec.structs.replace(last, progressed="", best_ready=ready)
     elif ready > last.best_ready or not last.progressed:
@@ -47,13 +45,17 @@ def progress(
             said = f": {one.trouble.message}" if one.trouble else ""
             return last, f"{one.pod} has been started {one.restarts} times again and is not ready{said}"
     rule = spec.rollout
-    if judged is not None and last.judged >= 0 and rule.min_attainment_percent:
-        # Counters fall when a router starts anew: then there is nothing to compare with.
-        of, attained = judged.judged - last.judged, judged.attained - last.attained
-        if of >= rule.min_requests and attained >= 0 and attained * 100 < of * rule.min_attainment_percent:
+    if judged is not None and rule.min_attainment_percent:
+        own = own.since(Judged(last.attained, last.judged))
+        others = others.since(Judged(last.others_attained, last.others_judged))
+        least = rule.min_attainment_percent
+        # What the others miss as well is not of this revision's making: too much load, as a rule.
+        compared = others.judged >= rule.min_requests
+        if own.judged >= rule.min_requests and not own.keeps(least) and (not compared or others.keeps(least)):
+            beside = f"; without them {others.attained} of {others.judged}" if compared else ""
             return last, (
-                f"{attained} of {of} requests since it began met their objectives, "
-                f"less than {rule.min_attainment_percent} %"
+                f"{own.attained} of {own.judged} requests in which its workers had a part met their "
+                f"objectives, less than {least} %{beside}"
             )
     waits = [one for one in new if not one.ready and not one.unscheduled]
     limit = rule.progress_deadline_seconds
@@ -64,3 +66,23 @@ def progress(
             f"none of {len(waits)} new workers got ready in {limit} s{': ' + said if said else ''}",
         )
     return last, ""
+
+
+def _tallies(judged: Mapping[str, Judged], target: str) -> tuple[Judged, Judged]:
+    """Of requests in which a worker of `target` had a part, and of all others."""
+    own = others = Judged(0, 0)
+    for names, one in judged.items():
+        if target in names.split("+"):
+            own += one
+        else:
+            others += one
+    return own, others
+
+
+def _begun(last: RolloutStatus, own: Judged, others: Judged) -> RolloutStatus:
+    """From where it is counted. Counters fall when a router starts anew: then from there."""
+    if last.judged < 0 or own.judged < last.judged or own.attained < last.attained:
+        last = msgspec.structs.replace(last, attained=own.attained, judged=own.judged)
+    if last.others_judged < 0 or others.judged < last.others_judged or others.attained < last.others_attained:
+        last = msgspec.structs.replace(last, others_attained=others.attained, others_judged=others.judged)
+    return last

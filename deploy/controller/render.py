@@ -48,7 +48,8 @@ _START_S = 1800
 """Longest that a worker may load its model before it is started again."""
 _BESIDE_DRAIN_S = 30
 _USER = 10001
-RENDERING = 1
+_TLS = "/etc/pdfleet/fleet-tls"
+RENDERING = 2
 """Of the way in which pods are made of a spec: another number is another revision of everything."""
 
 
@@ -114,6 +115,11 @@ class Renderer:
             "controller": True,
             "blockOwnerDeletion": True,
         }
+
+    @property
+    def tls_name(self) -> str:
+        """Of the headless Service: an authority of the cluster's would sign it."""
+        return f"{self.name}-workers.{self.namespace}.svc"
 
     def workers_name(self, role: str, revision: str) -> str:
         return f"{self.name}-{role}-{revision}"
@@ -324,6 +330,7 @@ class Renderer:
             f"--port={CONTROL_PORT}",
             f"--session-port={SESSION_PORT}",
             f"--chassis.drain-limit-s={spec.drain_seconds}",
+            f"--chassis.revision={revision}",
             "--metrics.bind=0.0.0.0",
             f"--metrics.port={METRICS_PORT}",
         ]
@@ -395,6 +402,17 @@ class Renderer:
                 if spec.control.ca_secret
                 else []
             ),
+            *(
+                [
+                    f"--control.tls-ca={_TLS}/ca.crt",
+                    f"--control.tls-cert={_TLS}/tls.crt",
+                    f"--control.tls-key={_TLS}/tls.key",
+                    # Not the pods' addresses, which nobody knows before they are there.
+                    f"--control.tls-name={spec.control.tls_name or self.tls_name}",
+                ]
+                if spec.control.tls_secret
+                else []
+            ),
         ]
 
     def _volumes(self, model: bool = True) -> tuple[list[Object], list[Object]]:
@@ -407,6 +425,9 @@ class Renderer:
         if spec.control.ca_secret:
             volumes.append({"name": "ca", "secret": {"secretName": spec.control.ca_secret}})
             mounts.append({"name": "ca", "mountPath": "/etc/pdfleet/ca", "readOnly": True})
+        if spec.control.tls_secret:
+            volumes.append({"name": "fleet-tls", "secret": {"secretName": spec.control.tls_secret}})
+            mounts.append({"name": "fleet-tls", "mountPath": _TLS, "readOnly": True})
         return volumes, mounts
 
     def _container(

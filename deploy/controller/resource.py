@@ -99,7 +99,11 @@ class Routers(Placed, frozen=True):
 class Control(Says, frozen=True):
     """Where the fleet's processes meet. Both are brought by you or by the Helm chart."""
 
-    etcd: Annotated[str, Meta(pattern=r"^[^:/\s]+:[0-9]+$", max_length=300, description="HOST:PORT of etcd.")]
+    etcd: Annotated[
+        str,
+        Meta(pattern=r"^[^:/,\s]+:[0-9]+(,[^:/,\s]+:[0-9]+)*$", max_length=1000,
+             description="HOST:PORT of etcd; several: commas."),
+    ]  # fmt: skip
     nats: Annotated[
         str,
         Meta(pattern=r"^(nats|tls)://[^\s]+$", max_length=2000, description="URL of NATS; several: commas."),
@@ -110,6 +114,15 @@ class Control(Says, frozen=True):
     ca_secret: Annotated[
         Name, Meta(description="Secret with ca.crt; given, etcd and NATS are spoken to over TLS only.")
     ] = ""
+    tls_secret: Annotated[
+        Name,
+        Meta(description="Secret with tls.crt, tls.key and ca.crt, as cert-manager makes it; given, routers "
+             "and workers speak to each other over mutual TLS only. Read again when it is renewed."),
+    ] = ""  # fmt: skip
+    tls_name: Annotated[
+        Name,
+        Meta(description="DNS name that this certificate bears; empty: FLEET-workers.NAMESPACE.svc."),
+    ] = ""  # fmt: skip
 
 
 class Model(Says, frozen=True):
@@ -157,11 +170,16 @@ class Rollout(Says, frozen=True):
     ] = 3
     min_attainment_percent: Annotated[
         Percent,
-        Meta(description="Share of requests that met their objectives since it began, under which it goes "
-             "back; 0: not looked at."),
+        Meta(description="Share of requests served by its workers that met their objectives, under which it "
+             "goes back where those served by others keep it; 0: not looked at."),
     ] = 0  # fmt: skip
     min_requests: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="Requests that have to be judged before attainment counts.")
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="Requests of its own that have to be judged before attainment counts.",
+        ),
     ] = 100
 
 
@@ -264,8 +282,11 @@ class RolloutStatus(Says, frozen=True, omit_defaults=False):
     """When the last of its workers got ready."""
     best_ready: int = 0
     attained: int = -1
-    """Of routers' counters when it started; -1: not known."""
+    """Of routers' counters when it started, of requests in which a worker of it had a part; -1: not known."""
     judged: int = -1
+    others_attained: int = -1
+    """Of requests in which none had."""
+    others_judged: int = -1
 
 
 class FleetStatus(Says, frozen=True, omit_defaults=False):

@@ -12,10 +12,19 @@ from fleet.cluster import Object, Resource
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Counters of routers, added up."""
+    """Counters of routers, added up, of requests that were served by the same revisions."""
 
     attained: int
     judged: int
+
+    def __add__(self, other: Judged) -> Judged:
+        return Judged(self.attained + other.attained, self.judged + other.judged)
+
+    def since(self, before: Judged) -> Judged:
+        return Judged(self.attained - before.attained, self.judged - before.judged)
+
+    def keeps(self, percent: int) -> bool:
+        return self.attained * 100 >= self.judged * percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +39,8 @@ class Observed:
     """Kinds that this cluster does not know."""
     loads: Mapping[str, float] = field(default_factory=dict)
     """Requests by pod, running and waiting; of a pod that did not say: nothing."""
-    judged: Judged | None = None
-    """None: not known."""
+    judged: Mapping[str, Judged] | None = None
+    """By the revision of the workers that served, several with `+`. None: not known."""
     refused: tuple[str, ...] = ()
     """What the API server said to the last plan's writes."""
 

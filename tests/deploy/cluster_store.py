@@ -441,6 +441,10 @@ class Store:
             for one in self._get(kind, namespace, "", "", query)["items"]:
                 yield {"type": "ADDED", "object": one}
             number = self.version
+            if query.get("sendInitialEvents") == "true":
+                # A client that lists by watching waits for this word that all has been told.
+                all_told = {"annotations": {"k8s.io/initial-events-end": "true"}}
+                yield _bookmark(kind, number, all_told)
         limit = float(query.get("timeoutSeconds") or 300)
         loop = asyncio.get_running_loop()
         until = loop.time() + limit
@@ -463,9 +467,7 @@ class Store:
                         await wake.wait()
                 except TimeoutError:
                     if query.get("allowWatchBookmarks") == "true":
-                        mark = {"metadata": {"resourceVersion": str(number)}}
-                        about = {"kind": kind.kind, "apiVersion": kind.api_version}
-                        yield {"type": "BOOKMARK", "object": {**about, **mark}}
+                        yield _bookmark(kind, number, {})
                     return
         finally:
             self._wakes.discard(wake)
@@ -476,6 +478,15 @@ class Store:
 
     def stamp(self, after_s: float = 0.0) -> str:
         return datetime.fromtimestamp(self.clock() + after_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _bookmark(kind: Kind, number: int, meta: Object) -> Object:
+    one = {
+        "kind": kind.kind,
+        "apiVersion": kind.api_version,
+        "metadata": {"resourceVersion": str(number), **meta},
+    }
+    return {"type": "BOOKMARK", "object": one}
 
 
 def _event(change: _Change, kind: Kind, namespace: str, name: str, query: Mapping[str, str]) -> Object | None:

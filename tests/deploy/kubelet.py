@@ -1,12 +1,13 @@
 """A tiny kubelet, for tests: pods are processes of this machine, each at a loopback address of its own.
 
-Of a container it takes command, arguments, variables, probes, preStop and grace; not image, volumes, limits.
-What listens on 0.0.0.0 in a pod's network listens on the pod's address here.
+Of a container it takes command, arguments, variables, probes, preStop, grace, and Secrets that are mounted;
+not image, other volumes, limits. What listens on 0.0.0.0 in a pod's network listens on its address here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import re
@@ -40,6 +41,13 @@ class ProcessKubelet:
         self._hosts += 1
         address = f"{self._net}.{self._hosts}"
         tell(store, namespace, name, podIP=address)
+        mounts = self._mounted(store, namespace, name, container, spec.get("volumes", []))
+        if mounts is None:
+            # As a kubelet: containers do not start before their Secrets are there.
+            await asked_to_go(store, namespace, name)
+            store.finish(namespace, name)
+            return
+        container = {**container, "args": [_moved(one, mounts) for one in container.get("args", [])]}
         live = asyncio.ensure_future(self._live(store, namespace, name, address, container))
         try:
             await asked_to_go(store, namespace, name)
@@ -53,6 +61,24 @@ class ProcessKubelet:
             if (process := self.processes.get(name)) is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
+
+    def _mounted(
+        self, store: Store, namespace: str, name: str, container: Object, volumes: list[Object]
+    ) -> dict[str, str] | None:
+        """Where what is to be at a path of the container is here; None: a Secret is not there."""
+        secrets_of = {one["name"]: one["secret"]["secretName"] for one in volumes if "secret" in one}
+        found = {}
+        for mount in container.get("volumeMounts", []):
+            if (secret := secrets_of.get(mount["name"])) is not None:
+                live = store.one("secrets", secret, namespace)
+                if live is None:
+                    return None
+                folder = self._folder / f"{name}.{mount['name']}"
+                folder.mkdir()
+                for file, text in live["data"].items():
+                    (folder / file).write_bytes(base64.b64decode(text))
+                found[mount["mountPath"]] = str(folder)
+        return found
 
     def _command(self, command: list[str], address: str, env: dict[str, str]) -> list[str]:
         found = []
@@ -136,3 +162,9 @@ class ProcessKubelet:
             f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}"
             for file in sorted(self._folder.glob("*.log"))
         )
+
+
+def _moved(argument: str, mounts: dict[str, str]) -> str:
+    for path, here in mounts.items():
+        argument = argument.replace(f"{path}/", f"{here}/")
+    return argument

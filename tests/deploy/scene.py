@@ -30,12 +30,12 @@ class ToldLooks:
 
     def __init__(self) -> None:
         self.load: dict[str, float] = {}
-        self.attainment: Judged | None = None
+        self.attainment: dict[str, Judged] | None = None
 
     async def loads(self, pages: Mapping[str, str]) -> dict[str, float]:
         return {pod: self.load[pod] for pod in pages if pod in self.load}
 
-    async def judged(self, pages: Sequence[str]) -> Judged | None:
+    async def judged(self, pages: Sequence[str]) -> dict[str, Judged] | None:
         return self.attainment
 
 

@@ -44,7 +44,7 @@ def test_lint_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [[], DEMO, [*DEMO, "etcd.tlsSecret=etcd-tls", "nats.tlsSecret=nats-tls"]],
+    [[], DEMO, [*DEMO, "etcd.tlsSecret=etcd-tls", "nats.tlsSecret=nats-tls", "fleet.certManager=true"]],
     ids=["controller", "demo", "tls"],
 )
 def test_what_is_rendered_is_valid(tmp_path: Path, values: list[str]) -> None:
@@ -63,7 +63,36 @@ def test_what_is_rendered_is_valid(tmp_path: Path, values: list[str]) -> None:
         control = fleets[0]["spec"]["control"]
         assert control == {
             "caSecret": "etcd-tls", "etcd": "release-etcd:2379", "nats": "tls://release-nats:4222",
+            "tlsSecret": "demo-tls",
         }  # fmt: skip
+        (issued,) = [one["spec"] for one in objects if one["kind"] == "Certificate"
+                     and one["spec"]["secretName"] == "demo-tls"]  # fmt: skip
+        assert issued["dnsNames"] == ["demo-workers.serving.svc"]
+
+
+def test_what_is_given_of_the_fleet_stays_and_the_rest_is_filled_in(tmp_path: Path) -> None:
+    given = "fleet.spec.control."
+    objects = rendered(
+        tmp_path, *DEMO, "fleet.certManager=true", f"{given}tlsName=fleet.example", f"{given}etcd=mine:2379"
+    )
+    (fleet,) = [one for one in objects if one["kind"] == "InferenceFleet"]
+    assert fleet["spec"]["control"] == {
+        "etcd": "mine:2379", "nats": "nats://release-nats:4222", "tlsName": "fleet.example",
+        "tlsSecret": "demo-tls",
+    }  # fmt: skip
+    names = [one["spec"].get("dnsNames") for one in objects if one["kind"] == "Certificate"]
+    assert names == [None, ["fleet.example"]]
+
+
+def test_notes_tell_where_the_fleet_is(tmp_path: Path) -> None:
+    def notes(*values: str) -> str:
+        sets = [word for value in values for word in ("--set", value)]
+        return helm(tmp_path, "install", "release", str(CHART), "--dry-run=client", *sets).split("NOTES:")[1]
+
+    assert "InferenceFleet" in notes()
+    assert "8000:8000\n  curl http://127.0.0.1:8000/" in notes(*DEMO)
+    said = notes(*DEMO, "fleet.spec.router.port=8443", "fleet.spec.router.tlsSecret=https", "fleet.name=b")
+    assert "svc/b 8000:8443\n  curl --insecure https://127.0.0.1:8000/" in said
 
 
 def test_chart_and_plain_manifests_install_the_same(tmp_path: Path) -> None:
@@ -124,7 +153,7 @@ def test_every_value_has_its_line(tmp_path: Path) -> None:
         ("contoller.replicas=2", "contoller"),
         ("fleet.name=Demo", "pattern"),
         ("image.pullSecrets[0].nme=x", "nme"),
-        ("fleet.create=true", "fleet.spec.control (etcd and nats) is needed"),
+        ("fleet.create=true", "fleet.spec.control.etcd and .nats are needed"),
     ],
 )
 def test_values_that_cannot_work_are_refused(tmp_path: Path, value: str, said: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 from cluster_http import Front, api_server
 from cluster_nodes import Workloads
 from kubelet import ProcessKubelet
@@ -18,8 +20,13 @@ from test_kubectl import KUBECTL, fleet, fleetctl, kubectl
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.crd import definitions
 from deploy.controller.looks import PageLooks
+from deploy.controller.render import CONTROL_PORT
 from deploy.controller.yaml_text import to_yaml
-from fleet.cluster import KubernetesApi
+from fleet.cluster import KubernetesApi, Object
+from fleet.errors import FleetError
+from fleet.tls import Tls
+from fleet.wire.network import NetworkWire
+from fleet.wire.session import WireSettings
 
 pytestmark = [
     pytest.mark.live,
@@ -106,6 +113,33 @@ async def settled(front: Front) -> None:
     await kubectl(front, "wait", "--for=condition=Progressing=false", "ifl/demo", "--timeout=120s")
 
 
+def certificate() -> Object:
+    """A Secret as cert-manager makes it: of an authority, for the one name that the fleet's pods have."""
+    ca = trustme.CA()
+    own = ca.issue_cert("demo-workers.default.svc")
+    data = {
+        "ca.crt": ca.cert_pem.bytes(),
+        "tls.crt": b"".join(part.bytes() for part in own.cert_chain_pems),
+        "tls.key": own.private_key_pem.bytes(),
+    }
+    return {
+        "apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "metadata": {"name": "demo-tls"},
+        "data": {name: base64.b64encode(text).decode() for name, text in data.items()},
+    }  # fmt: skip
+
+
+async def hears(pod: Object, tls: Tls | None) -> bool:
+    """Whether that worker answers who shows this."""
+    wire = NetworkWire(WireSettings(connect_s=10), tls)
+    try:
+        await wire.status(f"{pod['status']['podIP']}:{CONTROL_PORT}", 10)
+        return True
+    except FleetError:
+        return False
+    finally:
+        await wire.close()
+
+
 def test_apply_serves_and_scaling_and_updating_under_load_lose_no_request(
     tmp_path: Path, etcd: Etcd, nats: Nats
 ) -> None:
@@ -114,13 +148,19 @@ def test_apply_serves_and_scaling_and_updating_under_load_lose_no_request(
             try:
                 body = fleet(
                     model={"path": MODEL, "name": "m"},
-                    control={"etcd": etcd.address, "nats": nats.url},
+                    control={"etcd": etcd.address, "nats": nats.url, "tlsSecret": "demo-tls"},
                     prefill={"replicas": 1},
                     decode={"replicas": 2},
                     drainSeconds=60,
                 )
+                secret = certificate()
+                await kubectl(front, "apply", "--validate=false", "-f", "-", text=to_yaml([secret]))
                 await kubectl(front, "apply", "--validate=false", "-f", "-", text=body)
                 await settled(front)
+                ca, cert, key = (base64.b64decode(secret["data"][name]) for name in sorted(secret["data"]))
+                for worker in workers(front, "prefill") + workers(front, "decode"):
+                    assert await hears(worker, Tls(ca, cert, key, "demo-workers.default.svc"))
+                    assert not await hears(worker, None)
                 async with httpx.AsyncClient(timeout=60) as client:
                     await complete(client, router(front), 0, 5)
 
@@ -164,12 +204,8 @@ def test_apply_serves_and_scaling_and_updating_under_load_lose_no_request(
     asyncio.run(go())
 
 
-def workers(front: Front, role: str) -> list[str]:
-    return [
-        pod["metadata"]["name"]
-        for pod in front.store.all("pods")
-        if pod["metadata"]["labels"]["pdfleet.dev/role"] == role
-    ]
+def workers(front: Front, role: str) -> list[Object]:
+    return [pod for pod in front.store.all("pods") if pod["metadata"]["labels"]["pdfleet.dev/role"] == role]
 
 
 async def until(condition: object, limit_s: float = 120.0) -> None:

@@ -17,6 +17,7 @@ from deploy.controller.render import (
     ACCOUNTS,
     DEPLOYMENTS,
     FLEET_LABEL,
+    RENDERING,
     REVISION_LABEL,
     REVISIONS,
     SERVICES,
@@ -180,7 +181,7 @@ def test_pods_edited_by_hand_stop_nothing() -> None:
     [
         {},
         {"spec": None},
-        {"spec": {"image": 3}, "rendering": 1},
+        {"spec": {"image": 3}, "rendering": RENDERING},
         {"spec": {"old": "field"}, "rendering": 0},
         None,
     ],

@@ -29,7 +29,7 @@ RICH: Object = {
     "model": {
         "path": "/models/m", "name": "m", "volume": {"persistentVolumeClaim": {"claimName": "models"}},
     },
-    "control": {**SPEC["control"], "caSecret": "ca", "credentialsSecret": "etcd"},
+    "control": {**SPEC["control"], "caSecret": "ca", "credentialsSecret": "etcd", "tlsSecret": "own"},
     "prefill": {
         "replicas": 2, "gpus": 1, "rdma": {"resource": "rdma/hca", "count": 1},
         "priorityClassName": "pdfleet-prefill",
@@ -61,6 +61,7 @@ def everything(spec: Object) -> list[Object]:
 
 
 KNOWN = (
+    "cert-manager.io",
     "gateway.networking.k8s.io",
     "pdfleet.dev",
     "leaderworkerset",
@@ -121,6 +122,28 @@ def test_pods_hear_sigterm_have_time_and_few_rights(spec: Object) -> None:
         assert pod["securityContext"]["runAsNonRoot"] is True
         if pod["serviceAccountName"] == "demo":
             assert pod["automountServiceAccountToken"] is False
+
+
+def test_all_processes_of_a_fleet_hold_each_other_to_one_name() -> None:
+    """Not to pods' addresses: those of its headless Service, or what is given."""
+    for name, wanted in (("", "demo-workers.default.svc"), ("fleet.example", "fleet.example")):
+        spec = {**RICH, "control": {**RICH["control"], "tlsName": name}}
+        for pod in list(pods(spec))[:-1]:
+            (container,) = pod["containers"]
+            given = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"])
+            assert given["control.tls-name"] == wanted
+            (mount,) = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "fleet-tls"]
+            files = {given[f"control.tls-{part}"] for part in ("ca", "cert", "key")}
+            assert files == {f"{mount}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")}
+            (volume,) = [one for one in pod["volumes"] if one["name"] == "fleet-tls"]
+            assert volume["secret"] == {"secretName": "own"}
+    assert renderer(SPEC).tls_name in {f"{one['metadata']['name']}.default.svc" for one in everything(SPEC)}
+
+
+@pytest.mark.parametrize("spec", [SPEC, RICH], ids=["plain", "rich"])
+def test_workers_tell_their_revision(spec: Object) -> None:
+    for role in ("prefill", "decode"):
+        assert "--chassis.revision=abc" in str(renderer(spec).workers(role, "abc", 1))
 
 
 def shown() -> dict[str, Object]:
@@ -244,6 +267,10 @@ def test_examples_are_taken(file: Path) -> None:
                 s.store.handle("POST", FLEETS.path("default"), {"fieldValidation": "Strict"}, one, JSON)
                 for made in everything(one["spec"]):
                     check(made)
+                if secret := one["spec"]["control"].get("tlsSecret"):
+                    (issued,) = [made["spec"] for made in objects if made["kind"] == "Certificate"
+                                 and made["spec"]["secretName"] == secret]  # fmt: skip
+                    assert issued["dnsNames"] == [f"{one['metadata']['name']}-workers.default.svc"]
             else:
                 check(one)
 
