@@ -175,6 +175,8 @@ class PrefixIndex:
             self._lose(part.worker, worker, worker.why or "a newer snapshot")
             self._empty(worker)
             worker.sequence, worker.next_part = part.sequence, 0
+            coming = part.parts * len(part.hashes)
+            worker.table.expect(min(coming + coming // 16, self._settings.max_blocks))
         elif worker.loaded or part.part != worker.next_part:
             return Outcome.OLD
         worker.next_part += 1

@@ -40,6 +40,9 @@ class Lookup(Protocol):
 class Table(Protocol):
     """What one worker holds, as `fleet.kv_log.KvTable` keeps it. Names are numbers of 64 bits."""
 
+    def expect(self, count: int) -> None:
+        """So many are about to be stored on the device: room for all at once, not bit by bit."""
+
     def store(self, names: Sequence[int], tier: Tier = Tier.DEVICE) -> int: ...
     def drop(self, names: Sequence[int], tier: Tier = Tier.DEVICE) -> int: ...
     def drop_oldest(self, tier: Tier, count: int) -> int: ...
@@ -81,6 +84,9 @@ class Tables(Protocol[T]):
 
 class PlainTable(KvTable):
     __slots__ = ()
+
+    def expect(self, count: int) -> None:
+        """A dict cannot be told."""
 
     def count(self, tier: Tier) -> int:
         return len(self.at(tier))

@@ -86,8 +86,8 @@ class IndexSettings:
     """How much the router remembers of which worker caches what."""
 
     max_blocks: int = 4_000_000
-    """Blocks in the index, 30 to 70 bytes each, 100 where there was no C compiler; one that three workers hold
-    counts thrice. Beyond, the largest tables lose their oldest, and that is counted."""
+    """Blocks in the index, 30 to 70 bytes each, 100 without a C compiler; one that three workers hold counts
+    thrice. Beyond, the largest tables lose their oldest, and that is counted."""
     max_hints: int = 200_000
     """Blocks remembered as sent to workers whose own table is not known."""
     hint_s: float = 300.0

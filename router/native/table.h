@@ -63,9 +63,11 @@ static void empty(Set *s) {
     *s = (Set){.entries = &none};
 }
 
-/* Twice the entries. -1: no memory; nothing has changed then, here and below. */
-static int widen(Set *s) {
-    uint64_t places = s->entries == &none ? LEAST : 2 * ((uint64_t)s->mask + 1);
+/* Entries for so many names. -1: no memory; nothing has changed then, here and below. */
+static int widen(Set *s, uint64_t count) {
+    uint64_t places = s->entries == &none ? LEAST : (uint64_t)s->mask + 1;
+    while (8 * count > 5 * places && places <= MOST) places *= 2;
+    if (s->entries != &none && places == (uint64_t)s->mask + 1) return 0;
     Entry *wider = places > MOST ? NULL : calloc(places, sizeof(Entry));
     if (!wider) return -1;
     Set next = {.entries = wider, .mask = (uint32_t)(places - 1)};
@@ -105,7 +107,7 @@ static int put(Set *s, uint64_t name) {
     if (entry->age) return 0;
     if (make_room(s) < 0) return -1;
     if (8 * ((uint64_t)s->count + 1) > 5 * ((uint64_t)s->mask + 1)) {
-        if (widen(s) < 0) return -1;
+        if (widen(s, (uint64_t)s->count + 1) < 0) return -1;
         entry = find(s, name);
     }
     s->order[s->end++] = name;
@@ -180,6 +182,11 @@ EXPORT void table_clear(Table *t) {
 EXPORT void table_free(Table *t) {
     table_clear(t);
     free(t);
+}
+
+/* So many names are about to come: entries for all of them at once. Without memory they come one by one. */
+EXPORT void table_expect(Table *t, int tier, uint64_t count) {
+    if (count < MOST) widen(t->sets + tier, count);
 }
 
 /* Stores or drops a tuple of names. By how many there are more, or less; -1, and Python's error is set: one is no name,

@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "table_new": (c_void_p, ()),
     "table_free": (None, (c_void_p,)),
     "table_clear": (None, (c_void_p,)),
+    "table_expect": (None, (c_void_p, c_int, c_uint64)),
     "table_change": (c_int64, (c_void_p, c_int, c_int, py_object)),
     "table_drop_oldest": (c_int64, (c_void_p, c_int, c_int64)),
     "table_count": (c_int64, (c_void_p, c_int)),
@@ -96,6 +97,9 @@ class NativeTable:
     def __del__(self) -> None:
         if (address := getattr(self, "address", None)) is not None:
             self._library.table_free(address)
+
+    def expect(self, count: int) -> None:
+        self._library.table_expect(self.address, _PLACE[Tier.DEVICE], min(count, _MOST))
 
     def store(self, names: Sequence[int], tier: Tier = Tier.DEVICE) -> int:
         found: int = self._library.table_change(self.address, _PLACE[tier], 1, _tuple(names))

@@ -34,6 +34,7 @@ STEPS = st.lists(
         st.tuples(st.just("drop"), NAMES, TIERS),
         st.tuples(st.just("drop_oldest"), st.integers(0, 12), TIERS),
         st.tuples(st.just("clear"), st.none(), TIERS),
+        st.tuples(st.just("expect"), st.sampled_from([0, 5, 40, 3000]), TIERS),
     ),
     max_size=60,
 )
@@ -54,6 +55,8 @@ def test_a_table_is_what_the_same_steps_make_of_one_in_python(steps: list[tuple[
     for what, given_, tier in steps:
         if what == "clear":
             assert compiled.clear() == plain.clear()
+        elif what == "expect":
+            compiled.expect(given_)  # type: ignore[arg-type]
         elif what == "drop_oldest":
             assert compiled.drop_oldest(tier, given_) == plain.drop_oldest(tier, given_)  # type: ignore[arg-type]
         else:
