@@ -14,7 +14,7 @@ from fleet.cluster import FLEETS, MERGE, Api, ClusterError, Object
 from fleet.errors import Unavailable
 from fleet.member import desired_key
 from fleet.registry import Lease, Registry
-from fleet.targets import Desired, Mode, format_desired
+from fleet.targets import MOST_BUDGET, Desired, Mode, format_desired
 from planner.words import ROLES, Fence, Plan, Targets
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,10 @@ class ClusterActuator:
     async def apply(self, plan: Plan, seen: Targets, fence: Fence | None) -> bool:
         """As near to the plan as the fleet's own rules allow: one of its counts that is against them must not
         keep the other one from being followed."""
+        if plan.turns and plan.of(plan.turns[0]) <= seen.desired.of(plan.turns[0]):
+            return await self.tell(
+                plan, seen, fence
+            )  # Instead of a start under way: here it would be one more.
         fleet = await self._read()
         if fleet is None:
             return False
@@ -131,6 +135,13 @@ def allowed(plan: Plan, spec: Object) -> tuple[tuple[int, int], str]:
     return (found["prefill"], found["decode"]), "; ".join(rules)
 
 
+def _affordable(spec: Object) -> int | None:
+    """Workers that `budget.gpus` is enough for, all of the role that takes fewer; None: no limit."""
+    gpus = spec.get("budget", {}).get("gpus")
+    costs = [spec.get(role, {}).get("nodes", 1) * spec.get(role, {}).get("gpus", 0) for role in ROLES]
+    return None if gpus is None or not min(costs) else min(MOST_BUDGET, int(gpus) // min(costs))
+
+
 def _told(plan: Plan) -> Object:
     said = f"prefill={plan.prefill} decode={plan.decode}: {plan.why}"
     return {"annotations": {DECISION: said + (f"; {plan.advice}" if plan.advice else "")}}
@@ -144,6 +155,6 @@ def targets(fleet: Object) -> Targets:
         spec.get("prefill", {}).get("replicas", 1),
         spec.get("decode", {}).get("replicas", 1),
         Mode(plan.get("mode", Mode.OFF)),
-        plan.get("maxWorkers"),
+        plan.get("maxWorkers") or _affordable(spec),
     )
     return Targets(desired, int(fleet["metadata"].get("generation", 0)))

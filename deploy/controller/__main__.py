@@ -85,9 +85,11 @@ async def run(life: Life, settings: ProcessSettings) -> None:
 
 
 def files() -> dict[str, str]:
-    """What is made from code and checked in: path in the tree → text."""
+    """What is made from code, or of another file, and checked in: path in the tree → text."""
     crds = {f"deploy/crds/{one['spec']['names']['plural']}.yaml": to_yaml([one]) for one in definitions()}
-    return crds | {f"deploy/chart/{path}": text for path, text in chart_files().items()}
+    rules = Path(__file__).parents[1] / "monitoring/prometheus/rules.yml"
+    chart = {**chart_files(), "rules.yml": rules.read_text()}  # Helm reads nothing beside its chart.
+    return crds | {f"deploy/chart/{path}": text for path, text in chart.items()}
 
 
 if __name__ == "__main__":

@@ -297,6 +297,8 @@ class Renderer:
             f"--kubernetes={self.namespace}/{self.name}",
             # As long as the pod lives: `kubectl cp` it, and `python -m planner replay` decides again.
             "--decisions=/tmp/decisions.jsonl",
+            # A pod keeps the role of its set: one that turned would be one stopped, and another's cold start.
+            "--planner.turns=false",
             *self._control(),
         ]
         volumes, mounts = self._volumes(model=False)

@@ -84,6 +84,22 @@ def test_what_is_given_of_the_fleet_stays_and_the_rest_is_filled_in(tmp_path: Pa
     assert names == [None, ["fleet.example"]]
 
 
+def test_prometheus_is_told_of_the_controller_and_of_all_rules(tmp_path: Path) -> None:
+    on = ("monitoring.podMonitor=true", "monitoring.rules=true", "monitoring.labels.release=mine")
+    found = {one["kind"]: one for one in rendered(tmp_path, *on)}
+    assert found["PodMonitor"]["metadata"]["labels"] == {"release": "mine"}
+    template = found["Deployment"]["spec"]["template"]
+    own = found["PodMonitor"]["spec"]["selector"]["matchLabels"].items()
+    assert own <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    (read,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert read["port"] in {one["name"] for one in container["ports"]}
+    rules = yaml.safe_load((CHART.parent / "monitoring/prometheus/rules.yml").read_text())
+    assert found["PrometheusRule"]["spec"] == rules
+    one_of_both = {one["kind"] for one in rendered(tmp_path, "monitoring.podMonitor=true")}
+    assert "PrometheusRule" not in one_of_both
+
+
 def test_notes_tell_where_the_fleet_is(tmp_path: Path) -> None:
     def notes(*values: str) -> str:
         sets = [word for value in values for word in ("--set", value)]

@@ -27,8 +27,8 @@ from deploy.controller.words import Observed
 from fleet.cluster import FLEETS, JSON, MERGE, ClusterError, Object
 from fleet.member import desired_key
 from fleet.registry.memory import MemoryHub
-from fleet.targets import Desired, Mode, parse_desired
-from planner.cluster import ClusterActuator, Shown, allowed
+from fleet.targets import MOST_BUDGET, Desired, Mode, parse_desired
+from planner.cluster import ClusterActuator, Shown, allowed, targets
 from planner.words import Plan
 
 
@@ -245,6 +245,31 @@ def test_a_plan_keeps_to_the_fleets_rules(
     counts, why = allowed(Plan(*plan, "it grows", 0.0), {"prefill": {}, "decode": {}, **rules})
     assert counts == found
     assert bool(why) == (counts != plan)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "costs", "most", "budget"),
+    [
+        (8, (1, 1), None, 8),
+        (9, (2, 4), None, 4),
+        (8, (1, 1), 3, 3),
+        (8, (0, 1), None, None),
+        (None, (1, 1), None, None),
+        (0, (1, 1), None, 0),
+        (1_000_000, (1, 1), None, MOST_BUDGET),
+    ],
+)
+def test_the_planner_knows_how_many_workers_the_gpus_are_enough_for(
+    gpus: int | None, costs: tuple[int, int], most: int | None, budget: int | None
+) -> None:
+    fleet: Object = {
+        "metadata": {},
+        "spec": {
+            "prefill": {"gpus": costs[0]}, "decode": {"gpus": costs[1]}, "planner": {"maxWorkers": most},
+            "budget": {} if gpus is None else {"gpus": gpus},
+        },
+    }  # fmt: skip
+    assert targets(fleet).desired.budget == budget
 
 
 def test_one_pool_at_its_limit_does_not_hold_the_other_one_up() -> None:

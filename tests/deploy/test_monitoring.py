@@ -16,6 +16,9 @@ import yaml
 from promql_parser import VectorSelector, parse, walk  # type: ignore[import-not-found]
 from told import told_by_router, told_by_worker
 
+from deploy.controller.figures import Figures
+from fleet.metrics import Kind, value
+
 FOLDER = Path(__file__).parents[2] / "deploy/monitoring"
 RULES = yaml.safe_load((FOLDER / "prometheus/rules.yml").read_text())
 VARIABLES = {"$__rate_interval": "1m", "$slo_class": ".*", "$worker": ".*"}
@@ -36,8 +39,8 @@ def panels() -> Iterator[tuple[str, str]]:
 
 
 def filled(expression: str) -> str:
-    for name, value in VARIABLES.items():
-        expression = expression.replace(name, value)
+    for name, chosen in VARIABLES.items():
+        expression = expression.replace(name, chosen)
     assert "$" not in expression, expression
     return expression
 
@@ -54,7 +57,8 @@ def test_the_dashboards_are_those_that_the_panels_make() -> None:
 
 
 def test_every_expression_parses_and_names_what_is_told() -> None:
-    told = told_by_router() + told_by_worker()
+    leads = value("pdfleet_controller_leads", "As its __main__ tells it.", Kind.GAUGE, 1.0)
+    told = [*told_by_router(), *told_by_worker(), leads, *Figures().families([], 0, 0)]
     names = {
         f"{family.name}{ending}"
         for family in told

@@ -140,6 +140,17 @@ def test_all_processes_of_a_fleet_hold_each_other_to_one_name() -> None:
     assert renderer(SPEC).tls_name in {f"{one['metadata']['name']}.default.svc" for one in everything(SPEC)}
 
 
+def test_the_planner_knows_that_pods_keep_their_roles() -> None:
+    from planner.__main__ import PlannerProcessSettings
+
+    (deployment,) = [one for one in renderer(RICH).planner() if one["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]]
+    given = load(PlannerProcessSettings, args, {}).planner
+    assert given.turns is False
+    assert (given.scale_to_zero, given.idle_s) == (True, 300)
+
+
 @pytest.mark.parametrize("spec", [SPEC, RICH], ids=["plain", "rich"])
 def test_workers_tell_their_revision(spec: Object) -> None:
     for role in ("prefill", "decode"):
