@@ -239,8 +239,13 @@ def _lender(pool: Pool, ask: Ask, settings: CostSettings) -> _Lender:
 
 def _who_has(blocks: int, workers: Sequence[Standing], ask: Ask) -> list[Standing]:
     matched, lost = ask.matched.get, ask.lost
-    have = [worker for worker in workers if matched(worker.card.id) == blocks]
-    return [worker for worker in have if worker.report is not None and worker.card.incarnation not in lost]
+    return [
+        worker
+        for worker in workers
+        if matched(worker.card.id) == blocks
+        and worker.report is not None
+        and worker.card.incarnation not in lost
+    ]
 
 
 def _borrowed(
@@ -273,7 +278,7 @@ def _remote(
 ) -> list[_Offer]:
     """On prefill workers; whichever it is, the best decode worker follows."""
     size, per_block, needed, cached_at = pool.block_size, pool.block_bytes, ask.tokens, ask.matched.get
-    held = lender[1]
+    held, borrow_s, advantage = lender[1], settings.borrow_s, settings.borrow_advantage
     after = settings.handoff_s + min(
         [seconds + lacks * per_block / worker.pull_bytes_s for seconds, _, worker, _, lacks in bases]
     )
@@ -287,9 +292,12 @@ def _remote(
         speed = worker.prefill_tokens_s
         transfer, come = 0.0, 0
         if held > cached:
+            # As `_borrowed`, without a call: there may be hundreds.
             more = held - cached
-            transfer, come = _borrowed(pool, settings, worker, more, more * size / speed)
-            tokens -= come * size
+            seconds = borrow_s + more * per_block / worker.pull_bytes_s
+            if seconds * advantage < more * size / speed:
+                transfer, come = seconds, more
+                tokens -= more * size
         work = tokens / speed + transfer
         seconds = after + work + weighed[3]
         offers.append((seconds, work, worker, cached, tokens, False, transfer, come))
