@@ -29,6 +29,8 @@ from benchmarks.report import emit  # noqa: E402
 
 STEADY = ("router-0", "prefill-0", "decode-0")
 """Frozen at times, never ended: the others come and go around them."""
+SMALL = ("--flow.records", "128", "--index.max-hints", "2000")
+"""What a router remembers, and the pools of `--kv-bytes`: so little that all of it is full after the warm-up."""
 WARM_UP = 0.2
 """Share of the run before growth is measured."""
 MAY_GROW = {"rss_bytes": 16 << 20, "descriptors": 8, "threads": 2, "tasks": 16}
@@ -89,7 +91,7 @@ async def soak(given: argparse.Namespace, folder: Path) -> int:
     seconds = given.minutes * 60
     wait = ("--flow.worker-wait-s", "60", "--flow.resume-wait-s", "60")
     memory = ("--engine.kv-memory-bytes", str(given.kv_bytes))
-    flags = {"router": wait, "prefill": memory, "decode": memory}
+    flags = {"router": (*wait, *SMALL), "prefill": memory, "decode": memory}
     plan = Plan(given.model, given.prefill, given.decode, given.routers, flags, nice=given.nice)
     faults = tuple(given.faults.split(","))
     trouble = Trouble(
@@ -146,7 +148,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
     parser.add_argument("--model", default="latency:base=10")
     parser.add_argument("--served", default="smollm2-135m-instruct", help="name of a real model")
-    parser.add_argument("--kv-bytes", type=int, default=1 << 20, help="of each worker")
+    parser.add_argument("--kv-bytes", type=int, default=1 << 17, help="of each worker; of a real model more")
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
     parser.add_argument("--tokens", type=int, default=80, help="of the longest answer")
     parser.add_argument("--every", type=float, default=8.0, help="seconds between faults; 0: none")

@@ -175,3 +175,25 @@ life.abort("no step ends")
         code, log = ended(started)
         assert code == 1
         assert log.strip().endswith("ended: no step ends")
+
+
+def test_what_the_interpreter_keeps_of_what_was_freed_is_given_back_from_time_to_time() -> None:
+    body = """
+import fleet.life, gc, weakref
+fleet.life.TIDY_S = 0.05
+life.settled()
+for turn in range(2):
+    class Ring: pass
+    ring = Ring()
+    ring.ring, gone = ring, asyncio.Event()
+    weakref.finalize(ring, gone.set)
+    gc.collect()
+    many = [tuple([number] * 7) for number in range(2000)]
+    del ring, many
+    before = sys.getallocatedblocks()
+    await asyncio.wait_for(gone.wait(), 30)
+    say(before - sys.getallocatedblocks() > 1500)
+"""
+    with process(body) as started:
+        assert [said(started), said(started)] == ["True", "True"]
+        assert ended(started)[0] == 0
