@@ -30,7 +30,7 @@ from benchmarks.report import emit  # noqa: E402
 STEADY = ("router-0", "prefill-0", "decode-0")
 """Frozen at times, never ended: the others come and go around them."""
 SMALL = ("--flow.records", "128", "--index.max-hints", "2000")
-"""What a router remembers, and the pools of `--kv-bytes`: so little that all of it is full after the warm-up."""
+"""Of what a router remembers, and `--kv-bytes`: so little that all of it is full after the warm-up."""
 WARM_UP = 0.2
 """Share of the run before growth is measured."""
 MAY_GROW = {"rss_bytes": 16 << 20, "descriptors": 8, "threads": 2, "tasks": 16}
