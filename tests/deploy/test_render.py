@@ -312,8 +312,25 @@ def test_compose_gives_processes_flags_that_they_know() -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         # What is compiled there is loaded from there; Docker mounts noexec unless it is told otherwise.
-        assert service["tmpfs"] == (["/tmp"] if name == "router" else ["/tmp:exec"])
+        assert service["tmpfs"] == ["/tmp:exec"]
     assert all(port.startswith("127.0.0.1:") for port in services["router"]["ports"])
+
+
+def test_compose_adds_a_gpu_to_workers_and_the_image_for_it_to_all() -> None:
+    """A box without one would start none of them, were it asked for in the first file."""
+    plain, more = (
+        yaml.safe_load((ROOT / "deploy" / "images" / f"compose{name}.yaml").read_text())["services"]
+        for name in ("", ".gpu")
+    )
+    ours = {name for name, service in plain.items() if "PDFLEET_IMAGE" in service["image"]}
+    assert ours == set(more) == {"router", "prefill", "decode"}
+    assert not any("deploy" in service for service in plain.values())
+    for name, service in more.items():
+        assert service["image"] == plain[name]["image"].replace("}", "-cuda}")
+        assert ("deploy" in service) == (name != "router")
+        # A volume of Docker's own is whose its folder is in the image; one of the host's is root's.
+        assert plain[name]["volumes"] == ["${PDFLEET_MODELS:-models}:/models"]
+    assert "/models" in (ROOT / "deploy" / "images" / "Dockerfile").read_text()
 
 
 def test_image_is_not_root_and_has_every_room() -> None:
