@@ -33,6 +33,8 @@ _CAREFUL_REACH = 1.5
 _LEAST_REACH = 8.0
 _PRIOR_SLOPE = 0.5
 """Share of a step that is supposed to be proportional to its batch, until two sizes were seen."""
+_PRIOR_BATCH = 8.0
+"""Sequences from which on it is: fewer hardly make a step longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class Capacity:
         if spread > (0.2 * mean_x) ** 2 * weight:
             each = sum(count * (x - mean_x) * (y - mean_y) for x, y, count in points) / spread
         else:
-            each = _PRIOR_SLOPE * mean_y / mean_x
+            each = _PRIOR_SLOPE * mean_y / max(mean_x, _PRIOR_BATCH)
         each = min(max(steep * mean_y / mean_x, each), mean_y / mean_x)
         found = mean_y - each * mean_x, each, max(x for x, _, _ in points)
         self._lines[steep] = found

@@ -31,6 +31,8 @@ _RELIEF_S = 1200.0
 _FREE_MISSES = 0.5
 """Share of the misses that are allowed which is no reason to look for their cause."""
 _FEWER_AGGREGATED = 0.85
+_TURN_S = 10.0
+"""In which a worker has changed its role."""
 
 
 @dataclass(slots=True)
@@ -135,19 +137,17 @@ def _weigh(
     spare: dict[str, int] = {}
     for role in ROLES:
         enough, why = _enough(role, seen, state, now)
-        spare[role] = max(0, wanted[role] - _most(state.pools[role].needs, now - settings.turn_settle_s))
-        if role == "prefill" and state.load.waits_for_decode(seen, state.capacity):
-            # The others wait for who has nothing to do: the last few prompts say how many of them that is.
-            fast = state.load.needs(seen, state.capacity, 0.0, times=settings.headroom, at_once=True)
-            if isinstance(fast, Needs):
-                spare[role] = max(spare[role], wanted[role] - max(least[role], fast.prefill))
+        # What was needed before it changed says nothing of what is needed now.
+        since = max(now - settings.turn_settle_s, state.load.changed_at)
+        spare[role] = max(0, wanted[role] - _most(state.pools[role].needs, since))
         if goal[role] == wanted[role] and enough < wanted[role]:
             step = max(1, math.ceil(settings.most_step * wanted[role] / 2))
             goal[role] = max(enough, wanted[role] - step)
             notes.append(f"{enough} {role} have been enough for {why}")
     turns: tuple[str, ...] = ()
     if settings.turns and sum(wanted.values()) <= budget:
-        goal, turns = _turn(seen, state, now, goal, wanted, needed, spare, notes)
+        short = _short(seen, state, now, wanted, needed, typical)
+        goal, turns = _turn(seen, state, now, goal, wanted, needed, short, spare, notes)
     fitted = goal
     if turns:
         # One kind of change at a time: whoever keeps the counts moves them with each worker that turns.
@@ -177,7 +177,12 @@ def _enough(role: str, seen: Observation, state: State, now: float) -> tuple[int
     """How many of the role may stay now; the present count while it is too early to say."""
     settings, pool, wanted = state.settings, state.pools[role], seen.pool(role).wanted
     settle_s = _settle_s(state, role)
-    if not pool.needs or pool.needs[0][0] > now - settle_s or now - pool.rose_at < settle_s:
+    if now - pool.rose_at < settle_s:
+        return wanted, ""
+    if state.load.falls(now, settle_s):
+        # It is not by chance that fewer are enough: a mistake costs a cold start, and no more is waited for.
+        settle_s = min(settle_s, _cold_start_s(seen, settings) * pool.settle_times)
+    if not pool.needs or pool.needs[0][0] > now - settle_s:
         return wanted, ""
     if seen.pool(role).starting:
         return wanted, ""  # What is under way is waited for.
@@ -195,6 +200,30 @@ def _most(needs: deque[tuple[float, int]], since: float) -> int:
     return max((need for _, need in late), default=0)
 
 
+def _short(
+    seen: Observation,
+    state: State,
+    now: float,
+    wanted: dict[str, int],
+    needed: dict[str, int],
+    typical: Typical | None,
+) -> dict[str, int]:
+    """How many workers more each role could use within seconds: those that are only starting do not count."""
+    short = {role: needed[role] - wanted[role] for role in ROLES}
+    soon = state.load.needs(seen, state.capacity, _TURN_S, pressure=state.pressure)
+    if isinstance(soon, Needs):
+        for role in ROLES:
+            pool = seen.pool(role)
+            there = pool.ready + pool.turning
+            by_then, _ = state.trials.needed(role, soon.of(role), wanted[role], typical, now)
+            if pool.starting > pool.turning:
+                short[role] = max(short[role], by_then - there)
+    if state.load.waits_for_decode(seen, state.capacity) and not seen.decode.turning:
+        # Whatever the model says, who waits for a place finds none.
+        short["decode"] = max(short["decode"], 1)
+    return short
+
+
 def _turn(
     seen: Observation,
     state: State,
@@ -202,25 +231,37 @@ def _turn(
     goal: dict[str, int],
     wanted: dict[str, int],
     needed: dict[str, int],
+    lacking: dict[str, int],
     spare: dict[str, int],
     notes: list[str],
 ) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Of a pool that lacks workers now the other one gives those that it can spare; starts under way that
+    these make needless are given up."""
     settings = state.settings
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
-        short = needed[role] - wanted[role]
+        short = lacking[role]
         if short <= 0 or spare[other] <= 0 or not seen.pool(other).ready:
             continue
         back = _turned_back(state, role, now)
-        rose = now - state.pools[other].rose_at < settings.turn_settle_s
-        if back or rose or seen.pool(other).starting:
+        rose_at = state.pools[other].rose_at
+        rose = now - rose_at < settings.turn_settle_s and rose_at > state.load.changed_at
+        if back or rose or seen.pool(other).turning:
             notes.append(f"{other} has only just been given its workers: none of them changes its role yet")
             continue
-        stay = 1 if other == "decode" else settings.least_prefill
+        stay = max(1 if other == "decode" else settings.least_prefill, wanted[other] - spare[other])
         count = min(short, spare[other], seen.pool(other).ready - stay)
         if count > 0:
-            turned = {role: wanted[role] + count, other: wanted[other] - count}
+            here, there = wanted[role] + count, wanted[other] - count
+            here -= max(0, min(count, _cold(seen, role), here - needed[role]))
+            there -= min(_cold(seen, other), spare[other] - count)
+            turned = {role: here, other: there}
             return {key: turned[key] for key in ROLES}, (role,) * count
     return goal, ()
+
+
+def _cold(seen: Observation, role: str) -> int:
+    """Workers that are only starting."""
+    return max(0, seen.pool(role).starting - seen.pool(role).turning)
 
 
 def _swap(
@@ -345,6 +386,9 @@ def _remember(seen: Observation, state: State, now: float, fresh: bool) -> Typic
     moved = {role: seen.pool(role).wanted - pool.wanted for role, pool in state.pools.items()}
     if state.at > -math.inf and moved["prefill"] * moved["decode"] < 0:
         state.turned_at, state.turned_to = now, max(ROLES, key=lambda role: moved[role])
+    for role in ROLES:
+        if seen.pool(role).turning:
+            state.turned_at, state.turned_to = now, role
     for role, pool in state.pools.items():
         wanted = seen.pool(role).wanted
         if pool.wanted >= 0 and wanted > pool.wanted:

@@ -55,9 +55,11 @@ class EtcdActuator:
             return None
 
     async def apply(self, plan: Plan, seen: Targets, fence: Fence | None) -> bool:
-        """Of a change of roles the counts follow the workers' cards: whoever keeps the workers moves them."""
+        """Of a change of roles the counts follow the workers' cards: whoever keeps the workers moves them.
+        What else the plan changes, as starts that are given up, is written at once."""
         now = seen.desired
-        new = now if plan.turns else replace(now, prefill=plan.prefill, decode=plan.decode)
+        turned = plan.turns.count("prefill") - plan.turns.count("decode")
+        new = replace(now, prefill=plan.prefill - turned, decode=plan.decode + turned)
         puts = {decision_key(self._fleet): self._told(plan, seen, changed=True)}
         if new != now:
             puts[desired_key(self._fleet)] = format_desired(new)

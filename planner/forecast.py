@@ -1,24 +1,25 @@
 """How much will be asked: level, trend and season of a rate, each plain. Pure.
 
-Level and trend are discounted regression (Brown, "Smoothing, Forecasting and Prediction of Discrete Time
-Series", 1963): the level is the mean of late, the trend a line through it, used only where it is clearly more
-than noise. The season is a profile: what was asked at this time of earlier seasons, scaled by how the present
-one compares (the multiplicative form of Winters, 1960).
+Level and trend are of a window without a clear change in it (`planner.recent`). The trend is damped: one that
+was seen over some minutes lasts about as long (Gardner and McKenzie, "Forecasting Trends in Time Series",
+1985). The season is a profile: what was asked at this time of earlier seasons, scaled by how the present one
+compares (the multiplicative form of Winters, 1960).
 """
 
 from __future__ import annotations
 
 import math
 
+from planner.recent import Recent
+
 _LEVEL_S = 45.0
-"""Over which the level is a mean."""
-_TREND_S = 150.0
-"""Over which the trend is a line."""
-_CLEAR = 3.0
-"""Times its standard error that a trend must be to count: it is looked at again and again, so that a smaller
-number would find one in any noise."""
-_POINTS = 20
-"""Of which a line is made at least."""
+"""Over which the season's profile is a mean where it is compared with the level."""
+_WINDOW_S = 300.0
+"""Longest that the level is a mean of."""
+_LEAST = 8.0
+"""Requests that must have come, or stayed away, before a change is believed."""
+_LASTS_S = 150.0
+"""For which a trend goes on: time constant of its damping."""
 _MOST_GROWTH = 1.0
 """Share of the level by which a trend may be expected to add, however steep."""
 _SLOTS = 288
@@ -31,16 +32,11 @@ _MOST_SCALE = 2.0
 class Forecast:
     """Of one rate, a second."""
 
-    level_of_s = 2 * _LEVEL_S
-    """Seconds of which a plain mean would be as steady as the level is."""
-
     def __init__(self, season_s: float) -> None:
         self._season_s = season_s
         self._since: float | None = None
         self._at = 0.0
-        self._level_weight = self._level_sum = 0.0
-        # Weighted sums of 1, t, t², y, ty, y², with t counted from `_at`.
-        self._line = [0.0] * 6
+        self._recent = Recent(_WINDOW_S, _LEAST, counts=True)
         self._profile: dict[int, float] = {}
         self._usual_weight = self._usual_sum = 0.0
         """Of the profile what the level is of the rate: as late, so that the two can be compared."""
@@ -51,46 +47,39 @@ class Forecast:
         """So many came in the last `seconds`."""
         if seconds <= 0:
             return
-        rate = count / seconds
         self._since = now - seconds if self._since is None else self._since
-        passed, self._at = max(0.0, now - self._at), now
-        keep = math.exp(-seconds / _LEVEL_S)
-        self._level_weight = self._level_weight * keep + (1 - keep)
-        self._level_sum = self._level_sum * keep + (1 - keep) * rate
-        # Shifted so that now is 0, older ones negative.
-        n, t, tt, y, ty, yy = self._line
-        t, tt, ty = t - passed * n, tt - 2 * passed * t + passed * passed * n, ty - passed * y
-        fade, middle = math.exp(-seconds / _TREND_S), -seconds / 2
-        self._line = [
-            n * fade + 1,
-            t * fade + middle,
-            tt * fade + middle * middle,
-            y * fade + rate,
-            ty * fade + middle * rate,
-            yy * fade + rate * rate,
-        ]
+        self._at = now
+        self._recent.add(now, seconds, count)
         self._season(count, seconds, now)
         usual = self._profile.get(self._slot_of(now))
         if usual is not None:
+            keep = math.exp(-seconds / _LEVEL_S)
             self._usual_weight = self._usual_weight * keep + (1 - keep)
             self._usual_sum = self._usual_sum * keep + (1 - keep) * usual
 
     @property
     def level(self) -> float | None:
         """The rate of late; None: nothing was seen."""
-        return self._level_sum / self._level_weight if self._level_weight else None
+        return self._recent.value
+
+    def newest(self, seconds: float) -> float | None:
+        """The rate of the last so many seconds, whatever was before."""
+        return self._recent.newest(seconds)
+
+    @property
+    def changed_at(self) -> float:
+        """When it was last found to be clearly another one."""
+        return self._recent.changed_at
+
+    @property
+    def fell(self) -> bool:
+        """Whether it was a lower one then."""
+        return self._recent.fell
 
     @property
     def trend(self) -> float:
         """By which the rate changes a second; 0 where that is not clear."""
-        n, t, tt, y, ty, yy = self._line
-        spread = tt - t * t / n if n else 0.0
-        if n < _POINTS or spread <= 0:
-            return 0.0
-        slope = (ty - t * y / n) / spread
-        left = max(0.0, (yy - y * y / n) - slope * slope * spread)
-        error = math.sqrt(left / n / spread)
-        return slope if abs(slope) > _CLEAR * error else 0.0
+        return self._recent.trend
 
     def at(self, ahead_s: float) -> float | None:
         """The rate to be ready for in so many seconds, never below the present one: what is to come is no
@@ -98,8 +87,8 @@ class Forecast:
         level = self.level
         if level is None:
             return None
-        # The level is a mean, as old as its weight.
-        grown = level + min(max(0.0, self.trend) * (_LEVEL_S + ahead_s), _MOST_GROWTH * level)
+        lasts_s = _LASTS_S * (1 - math.exp(-ahead_s / _LASTS_S))
+        grown = level + min(max(0.0, self.trend) * lasts_s, _MOST_GROWTH * level)
         return max(level, grown, self._seasonal(level, ahead_s) or 0.0)
 
     def _seasonal(self, level: float, ahead_s: float) -> float | None:

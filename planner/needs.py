@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from planner.capacity import Capacity
 from planner.forecast import Forecast, Mean, Rate
 from planner.queueing import aggregated_workers, decode_workers, prefill_workers
+from planner.recent import Recent
 from planner.words import Observation, PlannerSettings, WorkerSeen
 
 _MIX_S = 30.0
-"""Over which lengths and shares are means."""
-_NOW_S = 8.0
+"""Over which answers' lengths and shares are means."""
+_LENGTHS_S = 120.0
+"""Over which prompts' lengths are a mean while nothing changes."""
 _FEW = 8.0
 """Requests whose lengths make a mean that is relied on."""
 _ASKED_SHARE = 0.05
@@ -34,6 +36,7 @@ _LATE_SHARE = 0.5
 """Share of the misses that are allowed which either pool may cause."""
 _TYPICAL_S = 180.0
 """Over which the typical load is a mean: as long as fewer workers must be enough."""
+_MINUTE_S = 60.0
 _TYPICAL_LATE = 5.0
 """Times the misses that are allowed which the model may foresee where fewer are tried: it errs by as much."""
 _OVERRUN = 2.0
@@ -80,8 +83,8 @@ class Load:
     def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
         self.arrivals = Forecast(settings.season_s)
-        self._prompt, self._square, self._answer, self._cached = (Mean(_MIX_S) for _ in range(4))
-        self._prompt_now = Mean(_NOW_S, _FEW)
+        self._prompt = Recent(_LENGTHS_S, _FEW, counts=False)
+        self._answer, self._cached = Mean(_MIX_S), Mean(_MIX_S)
         self._typical, self._typical_tokens = Rate(_TYPICAL_S), Rate(_TYPICAL_S)
         self._classes: dict[str, tuple[Mean, float | None, float | None]] = {}
         self._progress: float | None = None
@@ -100,9 +103,7 @@ class Load:
         self.arrivals.add(asked.arrived, asked.seconds, now)
         self._typical.add(asked.arrived, asked.seconds)
         self._typical_tokens.add(asked.prompt_tokens, asked.seconds)
-        self._prompt.add(asked.prompt_tokens, asked.arrived, asked.seconds)
-        self._prompt_now.add(asked.prompt_tokens, asked.arrived, asked.seconds)
-        self._square.add(asked.prompt_squares, asked.arrived, asked.seconds)
+        self._prompt.add(now, asked.arrived, asked.prompt_tokens, asked.prompt_squares)
         self._cached.add(asked.cached_tokens, asked.ended_tokens, asked.seconds)
         self._answer.add(asked.output_tokens, asked.ended, asked.seconds)
         for name, one in sorted(asked.classes.items()):
@@ -140,19 +141,18 @@ class Load:
         times: float = 1.0,
         pressure: tuple[float, float] = (1.0, 1.0),
         queues: bool = True,
-        at_once: bool = False,
     ) -> Needs | str:
         """For `times` what is expected in `ahead_s`; `pressure`: how many times more each pool is found to
-        need than the model says. Without `queues`: what has piled up is not regarded. `at_once`: by the last
-        few prompts. A text: why that is not known."""
+        need than the model says. Without `queues`: what has piled up is not regarded. A text: why that is not
+        known."""
         settings = self._settings
         level = self.arrivals.level
         if level is None:
             return "nothing was told of demand yet"
         rate = times * ((self.arrivals.at(ahead_s) or level) if settings.forecast else level)
         ttft_s, tpot_s = self.objectives()
-        prompt, answer = (self._prompt_now if at_once else self._prompt).value, self._answer.value
-        if prompt is None or self._prompt.count < _FEW / 2:
+        prompt, answer = self._prompt.value, self._answer.value
+        if prompt is None or self._prompt.weight < _FEW / 2:
             return "too few requests came to know how long their prompts are"
         speed = capacity.prefill_tokens_s
         decode = capacity.decode(_MARGIN * tpot_s, prompt + (answer or 0.0) / 2)
@@ -174,7 +174,10 @@ class Load:
                 usual = _QUEUE_S * speed * max(1, seen.prefill.ready)
                 backlog = max(0.0, times * queued - usual)
             anew = rate * service_s
-            busy = pressure[0] * (anew + min(backlog / speed / _DRAIN_S, _MOST_BACKLOG * anew + 1))
+            # By the time another worker serves, those there and those under way will have done part of it.
+            spare = max(0.0, seen.prefill.wanted - pressure[0] * anew)
+            left_s = max(0.0, backlog / speed - spare * ahead_s)
+            busy = pressure[0] * (anew + min(left_s / _DRAIN_S, _MOST_BACKLOG * anew + 1))
             prefill = prefill_workers(busy, service_s, scv, wait_s, late, settings.utilisation)
             piled = f", {backlog:.0f} queued" if backlog else ""
             prefill_why = (
@@ -202,8 +205,7 @@ class Load:
 
     def _patience(self, service_s: float, prompt: float, ttft_s: float) -> tuple[float, float]:
         """Squared coefficient of variation of what prompts take, and how long they may wait."""
-        square = (self._square.value or 0.0) / (prompt * prompt)
-        scv = max(0.0, square - 1)
+        scv = self._prompt.scv
         # The longest tenth of prompts takes about so long itself.
         own_s = service_s * (1 + 1.3 * min(1.5, scv**0.5))
         return scv, _MARGIN * ttft_s - own_s
@@ -237,12 +239,23 @@ class Load:
             "decode": waits or (self._progress or 0.0) > _OVERFULL * decode.batch * ready["decode"],
         }
         growth = max(1.0, (self.arrivals.at(ahead_s) or level) / level) if settings.forecast else 1.0
-        last = {"prefill": level * service_s, "decode": level * answer * decode.step_s}
+        late_rate = self.arrivals.newest(_MINUTE_S) or 0.0
+        last = {"prefill": late_rate * service_s, "decode": late_rate * answer * decode.step_s}
         # Of three means: how many came, how long they were, and what both are compared with.
-        noise = math.sqrt(
-            (1 / self.arrivals.level_of_s + scv / (2 * _MIX_S) + (1 + scv) / (2 * _TYPICAL_S)) / rate
-        )
+        came = math.sqrt((1 / _MINUTE_S + (1 + scv) / (2 * _TYPICAL_S)) / rate)
+        noise = math.hypot(came, self._prompt.error)
         return Typical({"prefill": load, "decode": sequences}, least, last, noise, growth, strained)
+
+    @property
+    def changed_at(self) -> float:
+        """When what is asked was last found to be clearly other than before."""
+        return max(self.arrivals.changed_at, self._prompt.changed_at)
+
+    def falls(self, now: float, of_late_s: float) -> bool:
+        """Whether clearly less is asked than before: it is, or was found out within `of_late_s`."""
+        return self.arrivals.trend < 0 or any(
+            one.fell and now - one.changed_at < of_late_s for one in (self.arrivals, self._prompt)
+        )
 
     @staticmethod
     def waits_for_decode(seen: Observation, capacity: Capacity) -> bool:

@@ -178,6 +178,7 @@ class Observer:
         ready = sum(card.role == role and is_ready for card, is_ready in cards)
         leaving = [card for card, _ in cards if card.state is MemberState.DRAINING]
         draining = sum(card.role == role and card.turning is None for card in leaving)
+        coming = sum(card.turning == role for card in leaving)
         turning = any(card.turning is not None for card in leaving)
         short = self._short[role]
         if short.since is not None and ready > short.ready and wanted <= short.wanted and not turning:
@@ -195,6 +196,7 @@ class Observer:
             max(0, wanted - ready),
             draining,
             0.0 if short.since is None else now - short.since,
+            coming,
         )
 
     def _seen(self, worker: _Worker, now: float) -> WorkerSeen:

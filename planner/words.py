@@ -42,6 +42,8 @@ class PoolSeen:
     """On their way out; no longer wanted."""
     short_s: float = 0.0
     """For how long fewer than wanted have been ready without one more becoming so."""
+    turning: int = 0
+    """Of those not ready yet: workers of the other role that are about to take this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ def pools(draw: st.DrawFn) -> PoolSeen:
     wanted = draw(st.integers(0, 12))
     # Few of them ready: each is a worker to be drawn.
     ready = draw(st.integers(0, min(4, wanted)))
-    return PoolSeen(wanted, ready, wanted - ready, draw(st.integers(0, 2)), draw(st.floats(0, 900)))
+    turning = draw(st.integers(0, wanted - ready))
+    return PoolSeen(wanted, ready, wanted - ready, draw(st.integers(0, 2)), draw(st.floats(0, 900)), turning)
 
 
 @st.composite
@@ -83,9 +84,14 @@ def test_the_budget_is_never_exceeded_and_counts_are_counts(story: list[Observat
         assert min(plan.prefill, plan.decode) >= 0
         assert plan.why
         if plan.turns:
-            moved = plan.turns.count("prefill") - plan.turns.count("decode")
-            assert plan.prefill - seen.prefill.wanted == moved
-            assert plan.decode - seen.decode.wanted == -moved
+            # One for one, and of those that are only starting some may be given up for it.
+            (to,) = set(plan.turns)
+            other = "decode" if to == "prefill" else "prefill"
+            for role, moved in ((to, len(plan.turns)), (other, -len(plan.turns))):
+                pool = seen.pool(role)
+                given_up = pool.wanted + moved - plan.of(role)
+                assert 0 <= given_up <= pool.starting - pool.turning
+                assert pool.wanted + moved >= 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,183 @@
+"""A mean of late, over as long as nothing has clearly changed: steady where nothing does, new at once where
+something does. Pure.
+
+Observations of late are kept in a window. Whenever the newest of them are clearly others than those before,
+the older ones are dropped (as ADWIN does: Bifet and Gavaldà, "Learning from Time-Changing Data with Adaptive
+Windowing", 2007; here with normal bounds). A mean of a fixed time is both noisy where
+nothing changes and late where something does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+_SURE = 4.0
+"""Standard errors by which the newest must differ: they are looked at again and again."""
+_CLEAR = 3.0
+"""The same of a trend."""
+_POINTS = 12
+"""Observations that make a line."""
+_FLOOR = 0.02
+"""Share of the mean that the deviation of single ones is at least taken to be."""
+_DOUBT = 0.5
+"""Weight of what was before, as a share of that of what is new, when a change is found."""
+_NEW = 0.02
+"""Weight of the newest observation in how counts vary."""
+
+Row = tuple[float, float, float, float]
+"""When it was seen, its weight, the sum of its values, and of their squares."""
+
+
+class Recent:
+    """Of something that is seen now and then, each time with a weight: how many there were, or seconds."""
+
+    def __init__(self, longest_s: float, least: float, *, counts: bool) -> None:
+        """The window is so many seconds, or longer, until it has the weight `least`; so much has to be seen
+        before a change is believed. `counts`: values are counts of what comes by itself (Poisson) in a time,
+        which is the weight, and there may be a trend in them."""
+        self._longest_s = longest_s
+        self._least = least
+        self._counts = counts
+        self._rows: deque[Row] = deque()
+        # Of counts: variance and mean of one observation's, over long; at first as if they were Poisson.
+        self._spread = self._mean = 1.0
+        self._last: float | None = None
+        self._trend = 0.0
+        self.changed_at = -math.inf
+        """When older ones were dropped last as they no longer held."""
+        self.fell = False
+        """Whether the value was a lower one then."""
+
+    def add(self, now: float, weight: float, total: float, squares: float = 0.0) -> None:
+        if weight <= 0:
+            return
+        rows = self._rows
+        rows.append((now, weight, total, squares))
+        while len(rows) > 1 and rows[0][0] < now - self._longest_s:
+            if not self._counts and self.weight - rows[0][1] < self._least:
+                break
+            rows.popleft()
+        cut = self._cut()
+        if cut:
+            before = self.value or 0.0
+            old = [rows.popleft() for _ in range(cut)]
+            if self._counts:
+                # What stands out most does so by chance as well: it is not believed wholly at first.
+                share = _DOUBT * self.weight / sum(row[1] for row in old)
+                weight, total = (share * sum(row[place] for row in old) for place in (1, 2))
+                rows.appendleft((rows[0][0], weight, total, 0.0))
+            self.changed_at, self._trend = now, 0.0
+            self.fell = (self.value or 0.0) < before
+        slope, sure = self._slope()
+        # Of what may be noise nothing, of what cannot be all of it.
+        self._trend = slope * max(0.0, 1 - (_CLEAR / sure) ** 2) if sure else 0.0
+        if self._counts:
+            # By how one differs from the one before: steps and trends hardly change it (von Neumann, 1941).
+            if self._last is not None:
+                self._spread += _NEW * ((total - self._last) ** 2 / 2 - self._spread)
+                self._mean += _NEW * ((total + self._last) / 2 - self._mean)
+            self._last = total
+
+    @property
+    def weight(self) -> float:
+        return sum(row[1] for row in self._rows)
+
+    @property
+    def value(self) -> float | None:
+        """None: nothing was seen. Of counts by the second, as of now: a trend is followed to the end."""
+        weight = self.weight
+        if not weight:
+            return None
+        mean = sum(row[2] for row in self._rows) / weight
+        if not self._trend:
+            return mean
+        now = self._rows[-1][0]
+        age = sum((now - at) * share for at, share, _, _ in self._rows) / weight
+        return max(mean / 2, min(2 * mean, mean + self._trend * age))
+
+    def newest(self, weight: float) -> float | None:
+        """Mean of the newest that weigh so much together, or a little more."""
+        seen = total = 0.0
+        for _, one, of_it, _ in reversed(self._rows):
+            seen, total = seen + one, total + of_it
+            if seen >= weight:
+                break
+        return total / seen if seen else None
+
+    @property
+    def trend(self) -> float:
+        """Of counts: by which the rate changes a second; 0 where that is not clear."""
+        return self._trend
+
+    @property
+    def scv(self) -> float:
+        """Squared coefficient of variation of single ones; of counts for which there are no squares 0."""
+        value, weight = self.value, self.weight
+        if not value or self._counts:
+            return 0.0
+        return max(0.0, sum(row[3] for row in self._rows) / weight / (value * value) - 1)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the value, as a share of it."""
+        value = self.value
+        if not value:
+            return 1.0
+        return math.sqrt(self._variance(self._rows, value) / self.weight) / value
+
+    @property
+    def _clumps(self) -> float:
+        """Of counts: variance over mean; 1 where what comes knows nothing of each other."""
+        return max(1.0, self._spread / self._mean)
+
+    def _variance(self, rows: Sequence[Row], mean: float) -> float:
+        """Of one unit of weight."""
+        if self._counts:
+            return self._clumps * mean
+        weight = sum(row[1] for row in rows)
+        square = sum(row[3] for row in rows) / weight
+        return float(max(square - mean * mean, (_FLOOR * mean) ** 2))
+
+    def _cut(self) -> int:
+        """How many of the oldest no longer hold."""
+        rows = list(self._rows)
+        weight, total = self.weight, sum(row[2] for row in rows)
+        new_weight = new_total = new_count = 0.0
+        best, most = 0, _SURE
+        for place in range(len(rows) - 1, 0, -1):
+            new_weight += rows[place][1]
+            new_total += rows[place][2]
+            new_count += rows[place][2] if self._counts else rows[place][1]
+            old_weight, old_total = weight - new_weight, total - new_total
+            seen = max(new_count, old_total * new_weight / old_weight if self._counts else 0.0)
+            if place > len(rows) - 2 or seen < self._least or old_weight < min(new_weight, self._least):
+                continue
+            old, new = old_total / old_weight, new_total / new_weight
+            if self._counts:
+                # Of the root of a count the variance is a quarter, however many there are (Bartlett, 1936).
+                differs, variance = abs(math.sqrt(new) - math.sqrt(old)), self._clumps / 4
+            else:
+                differs = abs(new - old)
+                variance = max(self._variance(rows[:place], old), self._variance(rows[place:], new))
+            differs /= math.sqrt(variance * (1 / old_weight + 1 / new_weight)) or math.inf
+            if differs > most:
+                best, most = place, differs
+        if best and self._counts and self._slope()[1] > most:
+            return 0  # It is a line, and not a step.
+        return best
+
+    def _slope(self) -> tuple[float, float]:
+        """Of counts: of a line through them, and how many times its standard error that is."""
+        rows = self._rows
+        if not self._counts or len(rows) < _POINTS:
+            return 0.0, 0.0
+        weight = self.weight
+        middle = sum(at * share for at, share, _, _ in rows) / weight
+        mean = sum(row[2] for row in rows) / weight
+        spread = sum(share * (at - middle) ** 2 for at, share, _, _ in rows)
+        if not spread or not mean:
+            return 0.0, 0.0
+        slope = sum((at - middle) * (total - mean * share) for at, share, total, _ in rows) / spread
+        return slope, abs(slope) / math.sqrt(self._clumps * mean / spread)
