@@ -49,6 +49,9 @@ class ScaledFleet:
         self._cold: dict[str, asyncio.TimerHandle] = {}
         self._view = View({})
         self._moved = False
+        self._read: bytes | None = None
+        self._written: list[bytes] = []
+        """By itself, and not read again yet."""
         self._over = False
         self._changed = asyncio.Event()
         self._made = 0
@@ -131,8 +134,12 @@ class ScaledFleet:
         async for view in self._registry.watch(f"/fleet/{fleet.name}/"):
             self._view = view
             data = view.values.get(desired_key(fleet.name))
-            if data is not None and not self._moved:
+            if data in self._written:
+                del self._written[: self._written.index(data) + 1]
+            elif data is not None and data != self._read and not self._moved:
+                # What was seen before says nothing new: workers have changed their role since.
                 self._desired = parse_desired(data)
+            self._read = data
             for name, card in cards_in(view, fleet.name).items():
                 self._take(name, card)
             await self._keep_desired()
@@ -158,8 +165,9 @@ class ScaledFleet:
         """The counts follow a worker that changes its role, as at a supervisor."""
         if self._moved:
             with contextlib.suppress(Unavailable):
-                await self._registry.put(desired_key(self._fleet.name), format_desired(self._desired))
+                self._written.append(format_desired(self._desired))
                 self._moved = False
+                await self._registry.put(desired_key(self._fleet.name), self._written[-1])
 
     # -- what is done
 
