@@ -101,9 +101,14 @@ class Load:
         slow = [one.decode_step_s for one in seen.workers if one.role == "decode" and one.decode_step_s]
         self._step_s = sum(slow) / len(slow) if slow else None
         self.arrivals.add(asked.arrived, asked.seconds, now)
+        self._prompt.add(now, asked.arrived, asked.prompt_tokens, asked.prompt_squares)
         self._typical.add(asked.arrived, asked.seconds)
         self._typical_tokens.add(asked.prompt_tokens, asked.seconds)
-        self._prompt.add(now, asked.arrived, asked.prompt_tokens, asked.prompt_squares)
+        if self.changed_at == now and (level := self.arrivals.level) is not None:
+            # What was typical is so no more.
+            self._typical, self._typical_tokens = Rate(_TYPICAL_S), Rate(_TYPICAL_S)
+            self._typical.add(level * _MINUTE_S, _MINUTE_S)
+            self._typical_tokens.add(level * (self._prompt.value or 0.0) * _MINUTE_S, _MINUTE_S)
         self._cached.add(asked.cached_tokens, asked.ended_tokens, asked.seconds)
         self._answer.add(asked.output_tokens, asked.ended, asked.seconds)
         for name, one in sorted(asked.classes.items()):

@@ -30,6 +30,8 @@ class Worker:
     role: str
     ready_at: float
     since: float = 0.0
+    turned: bool = False
+    """It was of the other role before."""
 
 
 @dataclass
@@ -146,8 +148,9 @@ class FluidFleet:
             ready, want = len(self._ready(role)), self.wanted[role]
             self.short_since[role] = (self.short_since[role] or self.now) if ready < want else None
             short = self.short_since[role]
+            turning = sum(one.turned and one.ready_at > self.now for one in self._of(role))
             pools[role] = PoolSeen(
-                want, ready, max(0, want - ready), 0, 0.0 if short is None else self.now - short
+                want, ready, max(0, want - ready), 0, 0.0 if short is None else self.now - short, turning
             )
         seen = []
         for worker in self.workers:
@@ -175,7 +178,7 @@ class FluidFleet:
         for role in plan.turns:
             other = "decode" if role == "prefill" else "prefill"
             worker = self._ready(other)[0]
-            worker.role, worker.ready_at = role, self.now + self.turn_s
+            worker.role, worker.ready_at, worker.turned = role, self.now + self.turn_s, True
         self.wanted = {"prefill": plan.prefill, "decode": plan.decode}
         self._follow()
 

@@ -10,7 +10,7 @@ from fluid_fleet import SPEED, FluidFleet
 
 from fleet.targets import Mode
 from planner.decide import State, decide
-from planner.words import Ages, Asked, Observation, PlannerSettings, PoolSeen, WorkerSeen
+from planner.words import Ages, Asked, Observation, Plan, PlannerSettings, PoolSeen, WorkerSeen
 
 HOUR = 3600.0
 SETTINGS = PlannerSettings(budget=32)
@@ -110,6 +110,73 @@ def test_a_shift_from_long_prompts_to_long_answers_turns_workers() -> None:
     without = given(False).run(2 * HOUR)
     assert not any(plan.turns for _, plan in without.plans)
     assert fleet.attainment >= without.attainment
+
+
+def changes(fleet: FluidFleet, since: float) -> list[tuple[float, Plan]]:
+    """Plans that changed the counts, and how long after."""
+    plans = [(now, plan) for now, plan in fleet.plans if now > since]
+    before = [next(row[1:] for row in fleet.counts if row[0] > since)]
+    found = []
+    for now, plan in plans:
+        if (plan.prefill, plan.decode) != before[-1]:
+            found.append((now - since, plan))
+            before.append((plan.prefill, plan.decode))
+    return found
+
+
+def test_who_turns_takes_the_place_of_a_start_under_way() -> None:
+    """Answers are long first, so that a decode worker is started; half a minute later prompts are short."""
+    fleet = FluidFleet(
+        SETTINGS,
+        lambda now: 5.0,
+        prompt=lambda now: 4000.0 if now < HOUR + 30 else 400.0,
+        answer=lambda now: 60.0 if now < HOUR else 900.0,
+    ).start_with(5, 1)
+    fleet.run(HOUR + 80)
+    (began, start), (turned, turn), *later = changes(fleet, HOUR)
+    assert (start.prefill, start.decode, start.turns) == (5, 2, ())
+    # Two prompts' worth of observations later one turns, long before the start is over, which is given up.
+    assert turned < began + fleet.cold_start_s - 30
+    assert turned <= 40
+    assert (turn.prefill, turn.decode, turn.turns) == (4, 2, ("decode",))
+    assert all(plan.turns for _, plan in later)
+    assert len(fleet.workers) == fleet.wanted["prefill"] + fleet.wanted["decode"] == 6
+
+
+def test_a_start_that_is_needless_now_keeps_nobody_from_turning() -> None:
+    """A prefill worker is under way when prompts become short and answers long."""
+    fleet = FluidFleet(
+        SETTINGS,
+        lambda now: 5.0 if now < HOUR - 30 else 8.0,
+        prompt=lambda now: 4000.0 if now < HOUR else 400.0,
+        answer=lambda now: 60.0 if now < HOUR else 700.0,
+    ).start_with(5, 1)
+    fleet.run(HOUR)
+    assert fleet.wanted["prefill"] == 6
+    assert sum(worker.ready_at > fleet.now for worker in fleet.workers) == 1
+    fleet.run(30.0)
+    turned, turn = changes(fleet, HOUR)[0]
+    assert turned <= 25
+    # That one is given up, and one of those who serve changes its role.
+    assert (turn.prefill, turn.decode, turn.turns) == (4, 2, ("decode",))
+
+
+def test_who_waits_for_workers_that_start_calls_for_no_more_of_them() -> None:
+    for seed in range(3):
+        fleet = FluidFleet(SETTINGS, lambda now: 4.0 if now < HOUR else 16.0, seed=seed).start_with(2, 1)
+        fleet.run(HOUR + 600)
+        # Four workers' work. What piles up during a cold start is done by those who come then.
+        assert max(row[1] for row in fleet.counts if row[0] > HOUR) <= 6
+        assert next(late for late, plan in changes(fleet, HOUR) if plan.prefill >= 5) <= 15
+
+
+def test_what_clearly_falls_is_waited_for_one_cold_start_only() -> None:
+    fleet = FluidFleet(SETTINGS, lambda now: 16.0 if now < HOUR else 4.0).start_with(6, 3)
+    fleet.run(HOUR + 120)
+    fell = changes(fleet, HOUR)
+    assert fell[0][0] >= fleet.cold_start_s
+    assert fell[-1][0] <= fleet.cold_start_s + 60
+    assert fleet.wanted == {"prefill": 2, "decode": 1}
 
 
 def test_workers_that_never_become_ready_do_not_become_more_and_more() -> None:

@@ -57,6 +57,16 @@ def test_a_decode_worker_sustains_what_steps_memory_and_experience_allow() -> No
     assert capacity.decode(1e-6, tokens=1).batch == 1.0  # type: ignore[union-attr]
 
 
+def test_of_single_sequences_it_is_not_concluded_that_a_few_are_slow() -> None:
+    capacity = Capacity(warm_up_s=0.0)
+    for _ in range(20):
+        capacity.learn(decode(1.0, 0.033))
+    found = capacity.decode(0.081, tokens=100)
+    assert found is not None
+    # That is how far is looked; half of a step of one was taken to be that one's, so that four were too many.
+    assert found.batch == 8
+
+
 def test_a_trend_is_seen_and_noise_is_none() -> None:
     noise = np.random.default_rng(3)
     steady, ramp = Forecast(86_400.0), Forecast(86_400.0)
