@@ -128,6 +128,8 @@ class Schedule:
     """A pool is smaller than some sequence will be."""
     borrows: bool = False
     """Workers bring from any other what it caches."""
+    rush: bool = False
+    """More comes at once than there is room for; pools are looked at all the while."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -191,9 +193,17 @@ def draw(seed: int) -> Schedule:
     clients = _clients(schedule, chance, longest, busy)
     if borrows:
         clients = _with_second_turns(clients, borrowing, longest)
+    # A draw of its own, like the one before.
+    rushing = random.Random(seed ^ 0x25054)
+    if rush := rough and memory == "tight" and rushing.random() < 0.5:
+        clients = _with_a_rush(clients, rushing, schedule.router_names)
+        engine = replace(engine, max_batch=8, max_step_tokens=14, prefix_cache=True)
+        schedule = replace(schedule, engine=engine, rush=True)
     schedule = replace(schedule, clocks=clocks, clients=clients)
     count = chance.choice([0, 1, 1, 2, 2, 3, 4, 5])
     faults = tuple(fault for _ in range(count) for fault in _faults(schedule, chance))
+    if rush:
+        faults += tuple(_leaves_while_it_pulls(schedule, rushing) for _ in range(4))
     return replace(schedule, faults=faults)
 
 
@@ -253,6 +263,38 @@ def _with_second_turns(
                 request = replace(first, id=RequestId(f"r{number}.{again}"), prompt=prompt)
                 turns.append(replace(client, at=client.at + chance.uniform(0.3, 2.5), request=request))
     return (*clients, *turns)
+
+
+def _with_a_rush(
+    clients: tuple[Client, ...], chance: random.Random, routers: Sequence[str]
+) -> tuple[Client, ...]:
+    """More comes at once than there is room for: some begin like one that was there before, and leave while
+    their KV is on its way; others wait for their place."""
+    at = chance.uniform(1.0, 2.0)
+    root = tuple(chance.randrange(1000) for _ in range(chance.randrange(12, 30)))
+    rush = []
+
+    def comes(number: int, at: float, prompt: tuple[int, ...], vanish_after: float | None) -> None:
+        request = Request(
+            RequestId(f"rush{number}"), MODEL, prompt, Sampling(max_tokens=chance.randrange(1, 9)),
+            deadline_s=DEADLINE_S,
+        )  # fmt: skip
+        rush.append(Client(at, chance.choice(routers), request, vanish_after=vanish_after))
+
+    comes(0, at - 0.6, root, None)
+    for number in range(1, 9):
+        begins_alike = number % 2 == 1
+        head = root if begins_alike else ()
+        tail = tuple(chance.randrange(1000) for _ in range(60 - len(head)))
+        leaves = chance.uniform(0.0, 0.7) if begins_alike else None
+        comes(number, at + chance.uniform(0.0, 0.2), head + tail, leaves)
+    return (*clients, *rush)
+
+
+def _leaves_while_it_pulls(schedule: Schedule, chance: random.Random) -> Fault:
+    who = (chance.choice(schedule.clients).request.id,)
+    decode = f"decode-{chance.randrange(schedule.decode)}"
+    return Fault("vanish", who, lasts=0.01, at=0.0, link="kv", of=decode, count=chance.randrange(8, 40))
 
 
 def _faults(schedule: Schedule, chance: random.Random) -> Iterator[Fault]:
@@ -864,6 +906,7 @@ async def _play(schedule: Schedule, outcome: Outcome) -> None:
             if not fault.link:
                 loop.call_later(fault.at, game.strike, fault)
         asking = [asyncio.create_task(_client(game, client)) for client in schedule.clients]
+        looking = [asyncio.create_task(_pools_are_sound(game, asking))] if schedule.rush else []
         longest = max((fault.lasts for fault in schedule.faults), default=0.0) + 2.0
         if schedule.seed % 4:
             # Nobody is left to notice more: saves most of the time. Else faults last as long as drawn.
@@ -872,6 +915,7 @@ async def _play(schedule: Schedule, outcome: Outcome) -> None:
             await asyncio.sleep(longest)
         game.heal()
         answers = await asyncio.wait_for(asyncio.gather(*asking), DEADLINE_S + HEAL_LIMIT_S)
+        await asyncio.gather(*looking)
         await _settled(game)
         for client, answer in zip(schedule.clients, answers, strict=True):
             outcome.ends[await _judge(game, client, answer)] += 1
@@ -983,6 +1027,15 @@ def _nothing_runs(box: Box, at_rest: dict[str, Counter[str]], problems: list[str
     for name, tasks in _tasks(box).items():
         if more := tasks - at_rest[name]:
             problems.append(f"still running in {name}: {dict(more)}")
+
+
+async def _pools_are_sound(game: Play, asking: Sequence[asyncio.Task[Answer]]) -> None:
+    """As long as anybody asks."""
+    while not all(one.done() for one in asking):
+        for worker in game.box.workers.values():
+            if hasattr(worker, "service"):
+                worker.engine.validate()
+        await asyncio.sleep(0.1)
 
 
 async def _settled(game: Play) -> None:
