@@ -126,9 +126,14 @@ def test_a_key_is_worked_on_once_at_a_time_and_failures_wait_longer_each_time() 
             assert await queue.next() == "a"
             times.append(loop.time())
         assert times == [1, 3, 7, 15, 23]
+        # What changed in the middle of a failure does not wait for the whole of it.
+        queue.add("a")
+        queue.done("a", failed=True, again_s=0)
+        assert await queue.next() == "a"
+        assert loop.time() == 25
         queue.done("a", failed=False, again_s=5)
         assert await queue.next() == "a"
-        assert loop.time() == 28
+        assert loop.time() == 30
 
     run(go(), horizon_s=1e4)
 
@@ -161,6 +166,12 @@ def test_the_planner_writes_both_counts_of_the_spec_it_saw_or_nothing() -> None:
             assert now is not None
             assert await actuator.apply(Plan(1, 6, "too many", 0.0), now, None)
             assert s.fleet()["spec"]["decode"]["replicas"] == 5, "as near to it as the rules allow"
+            # A pod does not take another role: what would turn instead of a start under way stays as it is.
+            now = await actuator.current()
+            assert now is not None
+            assert await actuator.apply(Plan(0, 5, "one turns", 0.0, ("decode",)), now, None)
+            assert s.fleet()["spec"]["prefill"]["replicas"] == 1
+            assert "one turns" in str(s.fleet()["metadata"]["annotations"])
             assert await ClusterActuator(s.api, "default", "nobody").current() is None
 
     run(go(), horizon_s=1e4)

@@ -138,6 +138,28 @@ def test_both_counts_and_the_decision_change_at_once() -> None:
     played(body())
 
 
+def test_of_a_change_of_role_only_the_starts_given_up_for_it_are_written() -> None:
+    """The other part follows the worker's card."""
+
+    async def body() -> None:
+        hub = MemoryHub(delay_s=0.001)
+        registry = await started(hub)
+        fence = await leads(await registry.elect(leader_key("f"), b"one", TTL_S))
+        acting = actuator(registry)
+        for plan, written in (
+            # One turns, and one decode worker that was only starting is given up for it.
+            (Plan(1, 2, "a turn", 10.0, ("decode",)), Desired(2, 1, Mode.ACT, 8)),
+            (Plan(1, 2, "a turn", 10.0, ("decode",)), Desired(2, 1, Mode.ACT, 8)),
+        ):
+            seen = await acting.current()
+            assert seen is not None
+            assert await acting.apply(plan, seen, fence)
+            assert await wanted(registry) == written
+            assert written.turned("decode") == Desired(plan.prefill, plan.decode, Mode.ACT, 8)
+
+    played(body())
+
+
 def test_an_emptied_registry_makes_a_leader_anew() -> None:
     async def body() -> None:
         hub = MemoryHub(delay_s=0.001)
