@@ -17,6 +17,7 @@ from torch import Tensor
 from engine import padding
 from engine.attention.protocol import Attention, Prepared
 from engine.attention.triton import TritonAttention, TritonStep
+from engine.carry import Carry
 from engine.kernels.attention import Split, plan_split
 from engine.staging import Staging, offsets
 from engine.step_plan import StepPlan
@@ -92,6 +93,8 @@ class DecodeGraphs:
         self._attention, self._layout = attention, layout
         device = attention.device
         self._staging = Staging(device)
+        self.carry = Carry(device)
+        """Captured with the steps; what else draws keeps its tokens here, too."""
         self._sizes = tuple(sorted(sizes))
         width = layout.blocks_for(max_tokens)
         _, head = offsets(padding.regions(self._sizes[-1]))
@@ -128,7 +131,7 @@ class DecodeGraphs:
     def _captured(self, model: DecodingModel, size: int, width: int, capture: Capture) -> _Graph:
         empty = padding.regions(size)
         places, head = offsets(empty)
-        tokens, positions, slots, lengths, sizes = (
+        tokens, sources, positions, slots, lengths, sizes = (
             self._buffer[place : place + array.nbytes].view(
                 torch.int64 if array.dtype.itemsize == 8 else torch.int32
             )
@@ -142,6 +145,7 @@ class DecodeGraphs:
         self._staging.into(self._buffer, *empty)
 
         def run() -> Tensor:
-            return model.logits(model.forward(tokens, positions, self._attention, prepared), rows)
+            known = self.carry.into(tokens, sources)
+            return model.logits(model.forward(known, positions, self._attention, prepared), rows)
 
         return _Graph(capture(run), parts)

@@ -156,6 +156,9 @@ class LatencyRunner:
     """`[blocks, 2, block_size]`."""
     _flat: memoryview[int] = field(init=False, repr=False)
     """The same, one after another: single words are read and written in a tenth of the time."""
+    _drawn: dict[int, int] = field(init=False, repr=False, default_factory=dict)
+    """By slot, what was drawn last."""
+    _turn: asyncio.Lock = field(init=False, repr=False, default_factory=asyncio.Lock)
 
     _size: int = field(init=False, repr=False)
     """Of a block, tokens."""
@@ -199,7 +202,11 @@ class LatencyRunner:
 
     async def run(self, batch: Batch) -> BatchResult:
         """Reads and writes KV at the end of its time, so that a block given away too early is noticed."""
-        await asyncio.sleep(self.latency.step_s(batch))
+        async with self._turn:
+            await asyncio.sleep(self.latency.step_s(batch))
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> BatchResult:
         tokens = tuple(self._compute(chunk) for chunk in batch.chunks)
         scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
         if any(chunk.targets for chunk in batch.chunks):
@@ -208,6 +215,10 @@ class LatencyRunner:
             return BatchResult(tokens, scores=scores)
         pairs = zip(batch.chunks, tokens, strict=True)
         return BatchResult(tokens, tuple(self._logprobs(chunk, token) for chunk, token in pairs), scores)
+
+    @property
+    def asynchronous(self) -> bool:
+        return False
 
     @property
     def staged(self) -> bool:
@@ -226,7 +237,7 @@ class LatencyRunner:
         start, end, read = chunk.start, chunk.start + len(chunk.tokens), self._read
         last = read(chunk, start - 1) if start else _START
         values: list[int] = []
-        for token in chunk.tokens:
+        for token in (self._drawn.get(chunk.slot, 0),) if chunk.carried else chunk.tokens:
             last = last * _FACTOR + token + 1 & _MASK  # `_next_kv`: a call would cost twice as much.
             values.append(last)
         self._write(chunk, values)
@@ -236,6 +247,7 @@ class LatencyRunner:
         drawn_before = end - chunk.prompt_length
         token = self.model.draw(seen, end, chunk.sampling, drawn_before)
         if chunk.matcher is None:
+            self._drawn[chunk.slot] = token
             return token
         return nearest(chunk.matcher, token, chunk.sampling, drawn_before)
 

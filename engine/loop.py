@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from engine.scheduler import Scheduler
 from engine.settings import EngineSettings
 from engine.words import (
     Batch,
+    BatchResult,
     CancelledSequence,
     EngineLoad,
     Matcher,
@@ -73,6 +75,21 @@ class Speeds:
         return self._decode[0] if self._decode else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the runner was asked for."""
+
+    batch: Batch
+    result: Awaitable[BatchResult]
+    since: float
+    """It is computed from then on, or since the step before it has ended."""
+
+
+def overlaps(setting: str, runner: Runner) -> bool:
+    """Whether the next step is planned and asked for while one runs."""
+    return runner.asynchronous if setting == "auto" else setting == "on"
+
+
 class Engine:
     """Tokens in, tokens out. All methods are called on the event loop that `run` runs on."""
 
@@ -100,10 +117,13 @@ class Engine:
             settings=settings,
             vocabulary=vocabulary,
         )
+        self._in_flight = 2 if overlaps(settings.overlap, runner) else 1
+        """Steps at most."""
         self._wake = asyncio.Event()
         self._grants: dict[str, asyncio.Future[Reservation]] = {}
         self._speeds = Speeds()
         self._progress_at = 0.0
+        self._step_ended = float("-inf")
         self._step_s: dict[Labels, Buckets] = {(kind,): Buckets(BETWEEN_S) for kind in ("prompt", "decode")}
         self._step_sequences = Buckets(SEQUENCES)
         self._step_tokens = Buckets(TOKENS)
@@ -290,20 +310,24 @@ class Engine:
 
     async def run(self) -> None:
         """Until cancelled. A failure of the runner ends the sequences of its batch, and nothing else."""
+        flights: deque[_Flight] = deque()
         try:
             while True:
                 self._wake.clear()
-                plan = self._scheduler.plan()
-                for why in plan.why:
-                    log.debug("%s", why)
-                self._settle()
-                self._tell(plan.report)
-                if plan.batch.chunks:
-                    self._tell(await self._step(plan.batch))
+                while len(flights) < self._in_flight:
+                    batch = self._plan()
+                    if not batch.chunks:
+                        break
+                    flights.append(self._launch(batch))
+                if flights:
+                    self._tell(await self._end(flights.popleft()))
                     self._progress()
                 else:
                     await self._wake.wait()
         finally:
+            for flight in flights:
+                if isinstance(flight.result, asyncio.Task):
+                    flight.result.cancel()
             for grant in self._grants.values():
                 if not grant.done():
                     grant.set_exception(Unavailable("the engine has stopped"))
@@ -313,11 +337,25 @@ class Engine:
         """Lets the device go; after `run` has ended."""
         await self._runner.close()
 
-    async def _step(self, batch: Batch) -> StepReport:
-        start = self._now()
+    def _plan(self) -> Batch:
+        plan = self._scheduler.plan()
+        for why in plan.why:
+            log.debug("%s", why)
+        self._settle()
+        self._tell(plan.report)
+        return plan.batch
+
+    def _launch(self, batch: Batch) -> _Flight:
+        running: Awaitable[BatchResult] = self._runner.run(batch)
+        if self._in_flight > 1:
+            running = asyncio.ensure_future(running)
+        return _Flight(batch, running, self._now())
+
+    async def _end(self, flight: _Flight) -> StepReport:
+        batch = flight.batch
         error: FleetError
         try:
-            result = await self._runner.run(batch)
+            result = await flight.result
             report = self._scheduler.apply(result)
         except FleetError as failure:
             error = failure
@@ -326,13 +364,15 @@ class Engine:
             log.exception("the runner failed; the %d sequences of its batch end", len(batch.chunks))
             error = Internal(f"the runner failed: {type(failure).__name__}")
         else:
-            seconds = self._now() - start
+            seconds = self._now() - max(flight.since, self._step_ended)
             tokens = sum([len(chunk.tokens) for chunk in batch.chunks])
             self._speeds.add(batch, seconds)
             self._step_s[("prompt" if tokens > len(batch.chunks) else "decode",)].observe(seconds)
             self._step_sequences.observe(len(batch.chunks))
             self._step_tokens.observe(tokens)
             return report
+        finally:
+            self._step_ended = self._now()
         return self._scheduler.fail(error)
 
     def _tell(self, report: StepReport) -> None:

@@ -43,10 +43,11 @@ def parts_of(size: int, kv_heads: int, processors: int) -> int:
 
 
 def regions(size: int) -> list[Array]:
-    """What comes before the block tables in a graph's buffer, empty: tokens, positions and slots (int64),
-    lengths (int32), and the span of a part with the width of the tables (int32)."""
+    """What comes before the block tables in a graph's buffer, empty: tokens, their sources, positions, slots
+    (int64), lengths (int32), and the span of a part with the width of the tables (int32)."""
     return [
         np.zeros(size, dtype=np.int64),
+        np.full(size, -1, dtype=np.int64),
         np.zeros(size, dtype=np.int64),
         np.full(size, -1, dtype=np.int64),
         np.zeros(size, dtype=np.int32),
@@ -60,7 +61,8 @@ def padded(plan: StepPlan, size: int, span: int) -> list[Array]:
     Tables lie as close as this step's width allows, so that short contexts are short copies.
     """
     arrays = regions(size)
-    for array, given in zip(arrays, (plan.tokens, plan.positions, plan.slots, plan.lengths), strict=False):
+    rows = (plan.tokens, plan.sources, plan.positions, plan.slots, plan.lengths)
+    for array, given in zip(arrays, rows, strict=False):
         array[: plan.sequences] = given
-    arrays[4][:] = span, plan.tables.shape[1]
+    arrays[-1][:] = span, plan.tables.shape[1]
     return [*arrays, plan.tables]

@@ -10,7 +10,7 @@ from fleet.kv_layout import Fingerprint, KvLayout
 
 
 class Runner(Protocol):
-    """Holds weights and the KV pool. `run` is never called while another one is under way."""
+    """Holds weights and the KV pool."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -30,7 +30,16 @@ class Runner(Protocol):
 
     async def run(self, batch: Batch) -> BatchResult:
         """Off the event loop where it takes real time. An exception fails the sequences of this batch
-        only: the engine goes on."""
+        only: the engine goes on.
+
+        It may be called again while one is under way, not more: the second step is computed behind the first,
+        and its carried tokens (`Chunk.carried`) are any tokens of the model where the first one failed."""
+        ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a device computes what this process only asks for, so that it waits for each step that is
+        not planned while the one before runs."""
         ...
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import CDLL
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from engine import noise
 from engine.native.library import Unusable, native
+from engine.staging import Landing, staging_of
 from engine.words import Chunk
 from fleet.request import TokenLogprobs
 
@@ -32,47 +34,71 @@ below every other logit, yet a number."""
 _BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
+class Drawing:
+    """What is drawn on a device, and what the host learns of it when it is there."""
+
+    def __init__(self, tokens: Tensor, best: Tensor, likeliest: Sequence[Tensor], asked: list[int],
+                 counts: list[int], stuck: set[int]) -> None:  # fmt: skip
+        self.tokens = tokens
+        """int64 `[rows]`. Where logits are not numbers, any."""
+        self._landing = Landing(tokens, best, *likeliest)
+        self._asked, self._counts, self._stuck = asked, counts, stuck
+
+    def result(self) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """Tokens and log-probabilities, one a row; waits for them, in any thread. ValueError where logits are
+        not numbers."""
+        tokens, best, *likeliest = self._landing.wait()
+        if not np.isfinite(best).all():
+            _refuse(best)
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if self._asked:
+            for row, found in zip(self._asked, _told(likeliest, self._counts), strict=True):
+                logprobs[row] = found
+        return [None if row in self._stuck else token for row, token in enumerate(tokens)], logprobs
+
+
 def draw(
     logits: Tensor, chunks: Sequence[Chunk], *, kernels: bool = False
 ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    """The result of `launch`, at once."""
+    return launch(logits, chunks, kernels=kernels).result()
+
+
+def launch(logits: Tensor, chunks: Sequence[Chunk], *, kernels: bool = False) -> Drawing:
     """Tokens and log-probabilities, one a row; `logits` is float32 `[rows, vocabulary]` and may be changed.
 
     Order: log-probabilities of the raw logits, then bias, minimum length, penalties, constraint,
     temperature, top-k, top-p among what is left (Holtzman et al., 2020), min-p, noise. The token is None
-    where a constraint allows none. Raises ValueError on logits that are not numbers, rather than drawing a
-    wrong token. `kernels`: by Triton, whose tokens are the same, with one wait for the device.
+    where a constraint allows none. Raises ValueError on logits that are not numbers, here or with the result,
+    rather than drawing a wrong token. `kernels`: by Triton, whose tokens are the same, without a wait for the
+    device but where a row is constrained or penalised.
     """
     asked = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs >= 0]
-    raw = torch.log_softmax(logits[asked], dim=-1) if asked else None
+    if asked:
+        (rows,) = staging_of(logits.device).upload(np.asarray(asked))
+        raw = torch.log_softmax(logits[rows], dim=-1)
     _adjust(logits, chunks)
     stuck = _constrain(logits, chunks)
-    drawn = _by_kernels(logits, chunks) if kernels else _by_torch(logits, chunks)
-    logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
-    if raw is not None:
-        wanted = [(drawn[row], chunks[row].sampling.logprobs) for row in asked]
-        for row, found in zip(asked, _logprobs(raw, wanted), strict=True):
-            logprobs[row] = found
-    return [None if row in stuck else token for row, token in enumerate(drawn)], logprobs
+    tokens, best = _by_kernels(logits, chunks) if kernels else _by_torch(logits, chunks)
+    counts = [chunks[row].sampling.logprobs for row in asked]
+    likeliest = _likeliest(raw, tokens[rows], counts) if asked else ()
+    return Drawing(tokens, best, likeliest, asked, counts, stuck)
 
 
-def _by_torch(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+def _by_torch(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
     best, tokens = _highest(logits)
     if not bool(torch.isfinite(best).all()):
         _refuse(best.tolist())
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature >= _COLDEST]
     if random:
         _draw_random(logits, best, tokens, random, chunks)
-    drawn: list[int] = tokens.tolist()
-    return drawn
+    return tokens, best
 
 
-def _by_kernels(logits: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+def _by_kernels(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
     from engine.kernels import draw  # Triton is there where this was asked for
 
-    drawn, best = draw.draw(logits, chunks)
-    if not np.isfinite(best).all():
-        _refuse(best)
-    return drawn
+    return draw.draw(logits, chunks)
 
 
 def _refuse(best: Sequence[float]) -> None:
@@ -102,7 +128,10 @@ def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def score(logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
     """Of known tokens: a row of `logits` for each (token, how many of the most likely ones beside it)."""
-    return _logprobs(torch.log_softmax(logits, dim=-1), wanted)
+    counts = [count for _, count in wanted]
+    tokens = torch.tensor([token for token, _ in wanted], device=logits.device)
+    likeliest = _likeliest(torch.log_softmax(logits, dim=-1), tokens, counts)
+    return _told([found.tolist() for found in likeliest], counts)
 
 
 def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
@@ -134,9 +163,10 @@ def _adjust(logits: Tensor, chunks: Sequence[Chunk]) -> None:
         rows, columns = [rows[place] for place in known], [columns[place] for place in known]
         added = [added[place] for place in known]
     if rows:
-        device = logits.device
-        index = (torch.tensor(rows, device=device), torch.tensor(columns, device=device))
-        logits.index_put_(index, torch.tensor(added, device=device), accumulate=True)
+        at, of, more = staging_of(logits.device).upload(
+            np.asarray(rows), np.asarray(columns), np.asarray(added, dtype=np.float32)
+        )
+        logits.index_put_((at, of), more, accumulate=True)
     for row, chunk in enumerate(chunks):
         if chunk.history:
             _penalise(logits[row], chunk)
@@ -267,11 +297,14 @@ def _likely(scaled: Tensor, limits: Sequence[tuple[int, float]]) -> tuple[Tensor
         size = min(size * 8, vocabulary)
 
 
-def _logprobs(raw: Tensor, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
-    counts = [min(count, raw.shape[1]) for _, count in wanted]
-    index = torch.tensor([token for token, _ in wanted], device=raw.device)
-    own = raw.gather(1, index.unsqueeze(1)).squeeze(1).tolist()
-    values, tokens = (found.tolist() for found in raw.topk(max(counts), dim=-1))
+def _likeliest(raw: Tensor, tokens: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of log-probabilities: those of `tokens`, the highest of each row, and whose they are."""
+    highest = raw.topk(min(max(counts), raw.shape[1]), dim=-1)
+    return raw.gather(1, tokens.unsqueeze(1)).squeeze(1), highest.values, highest.indices
+
+
+def _told(likeliest: Sequence[list[Any]], counts: list[int]) -> list[TokenLogprobs]:
+    own, values, tokens = likeliest
     return [
         TokenLogprobs(own[i], tuple(zip(tokens[i][:count], values[i][:count], strict=True)))
         for i, count in enumerate(counts)

@@ -3,16 +3,19 @@
 It knows no phases. Every sequence has tokens computed and tokens to compute: prompts, decodes, prefix hits,
 recomputation after a preemption and KV brought from elsewhere differ in nothing else.
 
-`plan` and `apply` (or `fail`) alternate; between them the step is in flight, and the blocks of its
-sequences stay as they are. Everything else may be called at any time.
+Between `plan` and `apply` (or `fail`) a step is in flight, and the blocks of its sequences stay as they are.
+One more may be planned behind it: as if no sequence drew a token that ends it, and without what would have to
+be taken back if that is wrong, such as a preemption. Of one that ended nevertheless the second step brings
+nothing. Everything else may be called at any time.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Collection
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from engine import policy
@@ -51,6 +54,8 @@ class Counters:
     """Brought from elsewhere."""
     computed_tokens: int = 0
     """Computed by the runner, all kinds."""
+    discarded_tokens: int = 0
+    """Not among them: computed of sequences that had ended when it was known what they drew before."""
     recomputed_tokens: int = 0
     """Of those, computed before and lost by preemption."""
     generated_tokens: int = 0
@@ -72,6 +77,15 @@ class Plan:
     report: StepReport
     why: tuple[str, ...] = ()
     """Decisions worth a line in the log."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that is planned and has not ended."""
+
+    rows: list[tuple[Sequence, Chunk]]
+    blocks: list[list[int]] = field(default_factory=list)
+    """Chains that it may still read or write, though their sequences gave them up: free when it ends."""
 
 
 @dataclass(slots=True)
@@ -114,7 +128,8 @@ class Scheduler:
         """How many loans hold each of them."""
         self._slots = list(range(settings.max_batch - 1, -1, -1))
         self._arrivals = 0
-        self._flight: list[tuple[Sequence, Chunk]] | None = None
+        self._flights: deque[_Flight] = deque()
+        """In order; at most two."""
         self._started: list[str] = []
         self._finished: list[Finished] = []
         self._reservations: list[Reservation] = []
@@ -235,52 +250,57 @@ class Scheduler:
     # The step.
 
     def plan(self) -> Plan:
-        """The next step; and who started, or ended without one."""
-        assert self._flight is None, "a step is in flight"
-        flight: list[tuple[Sequence, Chunk]] = []
-        if self._grow():
+        """The next step; and who started, or ended without one. With one in flight: the step behind it, or
+        none where that cannot be planned yet."""
+        assert len(self._flights) < 2, "two steps are in flight"
+        rows: list[tuple[Sequence, Chunk]] = []
+        running = self._going_on() if self._flights else self._running.values()
+        if running is not None and self._grow(running):
             prompts: list[tuple[Sequence, int]] = []
-            for sequence in self._running.values():
-                if (pending := sequence.pending) == 1:
-                    flight.append(self._chunk(sequence, 1))
+            for sequence in running:
+                if (left := sequence.left) == 1:
+                    rows.append(self._chunk(sequence, 1))
                 else:
-                    prompts.append((sequence, pending))
-            flight += self._prompt_chunks(prompts, self._settings.max_step_tokens - len(flight))
-        for sequence, _ in flight:
-            sequence.in_flight = True
+                    prompts.append((sequence, left))
+            rows += self._prompt_chunks(prompts, self._settings.max_step_tokens - len(rows))
+        for sequence, chunk in rows:
+            sequence.ahead += len(chunk.tokens)
+            sequence.coming += chunk.draw
             if not sequence.started:
                 sequence.started = True
                 self._started.append(sequence.id)
-        if flight:
-            self._flight = flight
+        if rows:
+            self._flights.append(_Flight(rows))
             self.counters.steps += 1
         why, self._why = tuple(self._why), []
-        return Plan(Batch(tuple(chunk for _, chunk in flight)), self._report(), why)
+        return Plan(Batch(tuple(chunk for _, chunk in rows)), self._report(), why)
 
     def apply(self, result: BatchResult) -> StepReport:
-        """What the step in flight brought. Raises `Internal`, changing nothing, when the result does not
-        fit the batch; it is then to be failed."""
-        assert self._flight is not None, "no step is in flight"
-        flight, size = self._flight, self._block_size
-        count = len(flight)
+        """What the first step in flight brought. Raises `Internal`, changing nothing, when the result does
+        not fit the batch; it is then to be failed."""
+        assert self._flights, "no step is in flight"
+        rows, size = self._flights[0].rows, self._block_size
+        count = len(rows)
         if len(result.tokens) != count or {len(result.logprobs), len(result.scores)} - {0, count}:
             raise Internal(f"the runner answered {len(result.tokens)} of {count} chunks")
         scores = result.scores or ((),) * count
-        for (_, chunk), token, found in zip(flight, result.tokens, scores, strict=True):
+        for (_, chunk), token, found in zip(rows, result.tokens, scores, strict=True):
             if token is None and chunk.draw and chunk.matcher is None:
                 raise Internal("the runner drew no token where one was to be drawn")
             if len(found) != len(chunk.targets):
                 raise Internal(f"the runner scored {len(found)} of {len(chunk.targets)} prompt tokens")
-        self._flight = None
+        self._end_flight()
         drawn: list[Drawn] = []
         held: list[Held] = []
         scored: list[Scored] = []
         ready: list[Ready] = []
         logprobs = result.logprobs or (None,) * count
         for (sequence, chunk), token, logprob, found in zip(
-            flight, result.tokens, logprobs, scores, strict=True
+            rows, result.tokens, logprobs, scores, strict=True
         ):
-            sequence.in_flight = False
+            if sequence.state is not State.RUNNING:
+                self.counters.discarded_tokens += len(chunk.tokens)
+                continue
             self._computed(sequence, chunk)
             if sequence.cancelled:
                 self._finish(sequence, FinishReason.CANCELLED)
@@ -304,17 +324,26 @@ class Scheduler:
         return self._report(tuple(drawn), tuple(held), tuple(scored), tuple(ready))
 
     def fail(self, error: FleetError) -> StepReport:
-        """The step in flight failed: so do its sequences, and only they."""
-        assert self._flight is not None, "no step is in flight"
-        flight, self._flight = self._flight, None
+        """The first step in flight failed: so do its sequences, and only they."""
         self.counters.runner_failures += 1
-        for sequence, _ in flight:
-            sequence.in_flight = False
+        for sequence, _ in self._end_flight():
+            if sequence.state is not State.RUNNING:
+                continue
             if sequence.cancelled:
                 self._finish(sequence, FinishReason.CANCELLED)
             else:
                 self._finish(sequence, FinishReason.FAILED, error)
         return self._report()
+
+    def _end_flight(self) -> list[tuple[Sequence, Chunk]]:
+        assert self._flights, "no step is in flight"
+        flight = self._flights.popleft()
+        for blocks in flight.blocks:
+            self.pool.release(blocks)
+        for sequence, chunk in flight.rows:
+            sequence.ahead -= len(chunk.tokens)
+            sequence.coming -= chunk.draw
+        return flight.rows
 
     # What others look at.
 
@@ -340,7 +369,7 @@ class Scheduler:
     @property
     def in_flight(self) -> bool:
         """Whether a step is being computed."""
-        return self._flight is not None
+        return bool(self._flights)
 
     @property
     def others_have_blocks(self) -> bool:
@@ -365,11 +394,17 @@ class Scheduler:
         for sequence in self._sequences.values():
             holders.update(sequence.blocks)
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"{sequence.id} holds a block twice"
-            assert sequence.computed <= len(sequence.blocks) * size or not sequence.blocks
+            assert sequence.computed + sequence.ahead <= len(sequence.blocks) * size or not sequence.blocks
             assert sequence.table == tuple(sequence.blocks)
             assert sequence.lent * size <= sequence.computed, f"{sequence.id} has lent what is not computed"
             assert not sequence.lent or sequence.lend
-        for blocks in self._loans.values():
+        flying = [row for flight in self._flights for row in flight.rows]
+        for sequence, _ in flying:
+            chunks = [chunk for other, chunk in flying if other is sequence]
+            assert sequence.ahead == sum(len(chunk.tokens) for chunk in chunks)
+            assert sequence.coming == sum(chunk.draw for chunk in chunks)
+        given_up = [blocks for flight in self._flights for blocks in flight.blocks]
+        for blocks in (*self._loans.values(), *given_up):
             holders.update(blocks)
         assert +self._loaned == sum(map(Counter, self._loans.values()), Counter()), "loans are miscounted"
         self.pool.validate(holders)
@@ -390,12 +425,25 @@ class Scheduler:
             assert not self._sequences, f"left over: {sorted(self._sequences)}"
             assert not self._loans, f"lent and not taken back: {sorted(self._loans)}"
             assert not self._quarantine, f"never filled: {sorted(self._quarantine)}"
-            assert self.pool.available == self.pool.blocks, "blocks are lost"
+            assert self.pool.available + len(set().union(*given_up)) == self.pool.blocks, "blocks are lost"
             assert not self._finished, "an end was not told"
 
     # Blocks for the running.
 
-    def _grow(self) -> bool:
+    def _going_on(self) -> list[Sequence] | None:
+        """Who runs and will when the step in flight has ended, unless it draws a token that stops it; None
+        where somebody's next step cannot be planned before that token is known. All wait for it then: apart
+        from the others it would have every second step only."""
+        going: list[Sequence] = []
+        for sequence in self._running.values():
+            goes_on = sequence.goes_on(self._max_tokens)
+            if goes_on is None:
+                return None
+            if goes_on:
+                going.append(sequence)
+        return going
+
+    def _grow(self, running: Collection[Sequence]) -> bool:
         """A block for each running sequence whose next token opens one. The lowest give way, and no more
         of them than needed, since each that does brings the need and the blocks closer by one at least.
         The lent do not: others read their blocks. Nor do they need any, so with them the last one that
@@ -403,9 +451,12 @@ class Scheduler:
 
         False when only one is left and still finds none: all other blocks are held, being filled, or in
         quarantine. They come back, or become a running sequence that can give way; until then it stalls.
+        False, too, behind a step in flight, whose sequences cannot give way, where there are too few.
         """
         size = self._block_size
-        need = [s for s in self._running.values() if len(s.tokens) > len(s.blocks) * size]
+        need = [s for s in running if len(s.tokens) + s.coming > len(s.blocks) * size]
+        if self._flights and len(need) > self.pool.available:
+            return False
         for sequence in [s for s in need if self._blocks_for(len(s.tokens)) > self.pool.blocks]:
             need.remove(sequence)
             self._finish(
@@ -540,9 +591,9 @@ class Scheduler:
                 if closed or not self._admit(sequence):
                     closed = True
                     return 0
-            elif sequence not in taken:
-                self._skip_cached(sequence)
-            took = min(limit, sequence.pending - taken.get(sequence, 0))
+            elif sequence not in taken and not self._skip_cached(sequence):
+                return 0
+            took = min(limit, sequence.left - taken.get(sequence, 0))
             taken[sequence] = taken.get(sequence, 0) + took
             return took
 
@@ -560,14 +611,17 @@ class Scheduler:
                 break
         return [self._chunk(sequence, tokens) for sequence, tokens in taken.items()]
 
-    def _skip_cached(self, sequence: Sequence) -> None:
-        """Takes over blocks that others have computed since it was admitted, instead of computing them."""
+    def _skip_cached(self, sequence: Sequence) -> bool:
+        """Takes over blocks that others have computed since it was admitted, instead of computing them.
+        False: there are such, to be taken over when the step in flight has ended."""
         size = self._block_size
-        start, rest = divmod(sequence.computed, size)
+        start, rest = divmod(sequence.computed + sequence.ahead, size)
         if rest or not self.pool.caching or sequence.scoring:
-            return
+            return True
         end = self.pool.lookup(sequence.names, (len(sequence.tokens) - 1) // size, start)
         if end > start:
+            if sequence.in_flight:
+                return False
             own = sequence.blocks[start:end]
             sequence.blocks[start:end] = self.pool.acquire(sequence.names[start:end])
             sequence.blocks_changed()
@@ -575,6 +629,7 @@ class Scheduler:
             sequence.registered = end
             sequence.computed = end * size
             self._count_cached(sequence, start * size)
+        return True
 
     def _count_cached(self, sequence: Sequence, before: int) -> None:
         """Tokens from `before` to `computed` were found; after a preemption they are its own again."""
@@ -584,12 +639,13 @@ class Scheduler:
             self.counters.cached_tokens += found
 
     def _chunk(self, sequence: Sequence, count: int) -> tuple[Sequence, Chunk]:
-        start, known = sequence.computed, sequence.tokens
+        start, known = sequence.computed + sequence.ahead, sequence.tokens
         end = start + count
-        draw = end == len(known)
+        carried = sequence.coming > 0
+        draw = end == len(known) + carried
         return sequence, Chunk(
             sequence.slot,
-            tuple(known[start:end]),
+            (0,) if carried else tuple(known[start:end]),
             start,
             sequence.table,
             draw,
@@ -599,6 +655,7 @@ class Scheduler:
             sequence.prompt_length,
             tuple(known[start + 1 : min(end + 1, sequence.prompt_length)]) if sequence.scoring else (),
             sequence.matcher if draw else None,
+            carried,
         )
 
     # What a step brought.
@@ -622,6 +679,10 @@ class Scheduler:
             if position == len(names):
                 assert sequence.namer is not None, "a sequence of a pool that caches has a namer"
                 names += sequence.namer.extend(sequence.tokens[position * size : (position + 1) * size])
+            if sequence.in_flight:
+                # The step in flight reads this one, also where the cache has the same already.
+                self.pool.hold(own := sequence.blocks[position : position + 1])
+                self._flights[-1].blocks.append(own)
             block = self.pool.register(sequence.blocks[position], names[position], parent)
             if block != sequence.blocks[position]:
                 sequence.blocks[position] = block
@@ -693,7 +754,10 @@ class Scheduler:
         )
 
     def _let_go(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
+        if sequence.in_flight:
+            self._flights[-1].blocks.append(sequence.blocks)
+        else:
+            self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.blocks_changed()
         sequence.state = State.FINISHED

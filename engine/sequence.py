@@ -64,7 +64,10 @@ class Sequence:
     scored: int = 0
     """Prompt tokens whose log-probabilities were told or are not wanted; the first one has none."""
     started: bool = False
-    in_flight: bool = False
+    ahead: int = 0
+    """Tokens behind `computed` that the steps in flight compute."""
+    coming: int = 0
+    """Tokens that they draw, of which nothing else is known yet."""
     penalised: bool = False
     """Its draws need its history."""
     matcher: Matcher | None = None
@@ -98,6 +101,15 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def left(self) -> int:
+        """The same, as it will be when the steps in flight have ended."""
+        return len(self.tokens) + self.coming - self.computed - self.ahead
+
+    @property
+    def in_flight(self) -> bool:
+        return self.ahead > 0
+
+    @property
     def scoring(self) -> bool:
         """Its prompt has to be computed, cached or not: log-probabilities come of it."""
         return self.scored < self.prompt_length
@@ -122,3 +134,15 @@ class Sequence:
         if drawn >= self.sampling.max_tokens or len(self.tokens) >= max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def goes_on(self, max_tokens: int) -> bool | None:
+        """Whether more of it is to be computed when the steps in flight have ended, unless they draw a token
+        that stops it; None: it cannot be said before that token is known."""
+        if self.cancelled:
+            return False
+        if not self.coming:
+            return True
+        length = len(self.tokens) + self.coming
+        if self.hold or length - self.prompt_length >= self.sampling.max_tokens or length >= max_tokens:
+            return False
+        return None if self.penalised or self.matcher is not None else True

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from engine.bounds import GrammarSettings
 
+MOST_SLOTS = 4096
+"""Sequences in a step at most: more than any device computes at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -25,6 +28,11 @@ class EngineSettings:
     graphs: bool = True
     """Whether decodes run as captured CUDA graphs where Triton's attention does. Off starts sooner and takes
     less memory, and each step waits for its launches."""
+
+    overlap: str = "auto"
+    """Whether the next step is planned, laid out and asked for while one runs: on, off, or auto, which is on
+    where the device is a GPU. There a step is about as short as what it hides; on a CPU next to nothing is
+    gained, and a request that comes waits for one step more."""
 
     max_batch: int = 32
     """Sequences in a step. 32: beyond it a CPU gains little throughput and every stream slows down."""
@@ -77,6 +85,10 @@ class EngineSettings:
             raise ValueError(
                 f"kv_memory_bytes is {self.kv_memory_bytes}; it must be 0 (what there is) or more"
             )
+        if self.overlap not in ("auto", "on", "off"):
+            raise ValueError(f"overlap is {self.overlap!r}; it must be auto, on or off")
+        if self.max_batch > MOST_SLOTS:
+            raise ValueError(f"max_batch is {self.max_batch}; it must be at most {MOST_SLOTS}")
         if not 0.05 <= self.memory_share <= 1.0:
             raise ValueError(f"memory_share is {self.memory_share}; it must be between 0.05 and 1")
         for name in ("block_size", "max_batch", "max_waiting", "threads"):

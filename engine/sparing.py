@@ -7,6 +7,7 @@ computed in parts that give the same result as a whole. What a failed try has wr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -19,14 +20,17 @@ _REGAIN = 64
 process, a long prompt's scores) may be gone."""
 
 
+T = TypeVar("T")
+
+
 class OutOfMemory(Exception):
     """A step did not fit into the device's memory. Nothing is lost but the step."""
 
 
-class Sparing:
+class Sparing(Generic[T]):
     """Runs steps, in parts where that is needed."""
 
-    def __init__(self, step: Callable[[Batch], BatchResult]) -> None:
+    def __init__(self, step: Callable[[Batch], T]) -> None:
         """`step` raises `OutOfMemory`, after which it can be called again."""
         self._step = step
         self._limit: int | None = None
@@ -39,11 +43,11 @@ class Sparing:
     def limit(self) -> int | None:
         return self._limit
 
-    def run(self, batch: Batch) -> BatchResult:
-        """The result of the whole batch. `Overloaded` where not even one token of a chunk can be computed:
+    def run(self, batch: Batch) -> list[tuple[Batch, T]]:
+        """The parts, and what came of each. `Overloaded` where not even one token of a chunk can be computed:
         the worker goes on, and others may have room for it."""
         parts = [batch] if self._limit is None else split(batch, self._limit)
-        results: list[tuple[Batch, BatchResult]] = []
+        results: list[tuple[Batch, T]] = []
         failed = False
         while parts:
             part = parts.pop(0)
@@ -65,7 +69,7 @@ class Sparing:
             self._good = 0
             doubled = 2 * self._limit
             self._limit = None if doubled >= sum(len(c.tokens) for c in batch.chunks) else doubled
-        return results[0][1] if len(results) == 1 else _joined(batch, results)
+        return results
 
 
 def split(batch: Batch, limit: int) -> list[Batch]:
@@ -98,8 +102,10 @@ def split(batch: Batch, limit: int) -> list[Batch]:
     return [Batch(tuple(part)) for part in parts if part]
 
 
-def _joined(batch: Batch, results: Sequence[tuple[Batch, BatchResult]]) -> BatchResult:
+def joined(batch: Batch, results: Sequence[tuple[Batch, BatchResult]]) -> BatchResult:
     """Of parts in order: a chunk's pieces follow each other, and the last one is its own."""
+    if len(results) == 1:
+        return results[0][1]
     pieces = [
         (
             len(chunk.tokens),

@@ -1,10 +1,12 @@
-"""A step's numbers to the device in one copy: packed on the host in memory that stays, unpacked as views.
+"""A step's numbers to the device in one copy, and what it brings back without a wait for it.
 
-Many small arrays would each take a copy and, from pageable memory, a wait. On a CPU nothing is copied.
+Packed on the host in memory that stays, unpacked as views: many small arrays would each take a copy and, from
+pageable memory, a wait. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +19,9 @@ Array = np.ndarray[Any, Any]
 _ALIGNED = 16
 """Bytes: what a kernel loads at a time at most."""
 
-_BUFFERS = 2
-"""Steps whose copies may be under way at once: the one that runs and the one that is being planned."""
+_BUFFERS = 16
+"""Copies that may be under way at once without a wait: the few of the step that runs, which come in turn with
+its work, and those of the step that is asked for behind it."""
 
 
 def offsets(arrays: Sequence[Array]) -> tuple[list[int], int]:
@@ -37,6 +40,28 @@ def pack(arrays: Sequence[Array], buffer: Array) -> list[int]:
     for array, place in zip(arrays, places, strict=True):
         buffer[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return places
+
+
+class Landing:
+    """Tensors on their way to the host, in order with the device's work; whoever asked need not wait."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """All of one device."""
+        self._host = tensors
+        self._landed: Any = None
+        if tensors[0].device.type == "cpu":
+            return
+        self._host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
+        for host, tensor in zip(self._host, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._landed.record()
+
+    def wait(self) -> list[Any]:
+        """Their values as lists, once they are there. In any thread."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        return [host.tolist() for host in self._host]
 
 
 class Staging:
@@ -90,3 +115,9 @@ class Staging:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._copied[self._turn] = event
+
+
+@functools.cache
+def staging_of(device: torch.device) -> Staging:
+    """One for all that draws on a device."""
+    return Staging(device)

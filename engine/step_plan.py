@@ -42,6 +42,8 @@ class StepPlan:
     """How many sequences, the leading ones, have one row."""
     fresh: Ints
     """Blocks that begin to be filled."""
+    sources: Ints
+    """`[rows]`: the slot whose newest token is the row's own (`Chunk.carried`), -1 where `tokens` has it."""
     draws: Ints
     """Rows that draw, in the order of the batch's chunks."""
     scores: Ints
@@ -72,6 +74,7 @@ def plan_step(chunks: Sequence[Chunk], layout: KvLayout) -> StepPlan:
     positions = rows - starts[sequence] + (lengths - counts)[sequence]
     blocks = tables[sequence, positions // size].astype(np.int64)
     offsets = positions % size
+    carried = [chunk.slot if chunk.carried else -1 for chunk in ordered]
     first_of = dict(zip(order, starts.tolist(), strict=False))
     draws = [first_of[i] + len(chunk.tokens) - 1 for i, chunk in enumerate(chunks) if chunk.draw]
     scores = [first_of[i] + k for i, chunk in enumerate(chunks) for k in range(len(chunk.targets))]
@@ -84,6 +87,7 @@ def plan_step(chunks: Sequence[Chunk], layout: KvLayout) -> StepPlan:
         tables=tables,
         decodes=decodes,
         fresh=blocks[offsets == 0],
+        sources=np.repeat(np.asarray(carried, dtype=np.int64), counts),
         draws=np.asarray(draws, dtype=np.int64),
         scores=np.asarray(scores, dtype=np.int64),
     )

@@ -7,19 +7,23 @@ import gc
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine import sampler
 from engine.attention.protocol import Attention
+from engine.carry import Carry
 from engine.kv_pool import KvPool
 from engine.memory import MemoryBudget
 from engine.mirror import Mirror
 from engine.models.decoder import Decoder
-from engine.sparing import OutOfMemory, Sparing
+from engine.sparing import OutOfMemory, Sparing, joined
+from engine.staging import Staging
 from engine.step_plan import Ints, plan_step
 from engine.words import Batch, BatchResult, Chunk
 from fleet.kv_layout import Fingerprint, KvLayout
@@ -34,8 +38,31 @@ _SCORED = 128
 """Prompt tokens scored at a time: their logits are 128 × vocabulary × 4 bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step, or a part of one, that the device was asked for."""
+
+    count: int
+    """Of its chunks."""
+    drawing: list[int]
+    drawn: sampler.Drawing | None
+    scores: tuple[tuple[TokenLogprobs, ...], ...]
+
+    def result(self) -> BatchResult:
+        """Waits for the device, in any thread."""
+        tokens: list[int | None] = [None] * self.count
+        if self.drawn is None:
+            return BatchResult(tuple(tokens), scores=self.scores)
+        logprobs: list[TokenLogprobs | None] = [None] * self.count
+        drawn, found = self.drawn.result()
+        for index, token, probability in zip(self.drawing, drawn, found, strict=True):
+            tokens[index], logprobs[index] = token, probability
+        return BatchResult(tuple(tokens), tuple(logprobs) if any(found) else (), self.scores)
+
+
 class TorchRunner:
-    """An `engine.runner.Runner`. One thread does all steps, so the event loop never waits for torch.
+    """An `engine.runner.Runner`. One thread does all steps, so the event loop never waits for torch; where a
+    device computes, that thread only asks for them, and another waits for what they draw.
 
     A step that has begun runs to its end, also when the caller is cancelled; the next one waits for it.
     """
@@ -58,12 +85,15 @@ class TorchRunner:
         self._graphs = graphs
         self.budget: MemoryBudget | None = None
         """Where its memory goes, once it was planned or measured."""
-        self._sparing = Sparing(self.step)
+        self._sparing = Sparing(self._launch)
+        self._staging = Staging(device)
+        self._carry = graphs.carry if graphs is not None else Carry(device)
         self._by_kernels = device.type == "cuda" and find_spec("triton") is not None
         self._model, self._pool, self._attention = model, pool, attention
         self._fingerprint, self._device = fingerprint, device
         # OpenMP counts threads per calling thread: to be set where the steps run.
         self._thread = ThreadPoolExecutor(1, "steps", initializer=torch.set_num_threads, initargs=(threads,))
+        self._waiting = ThreadPoolExecutor(1, "results")
 
     @property
     def layout(self) -> KvLayout:
@@ -90,13 +120,24 @@ class TorchRunner:
     def blocks(self) -> int:
         return self._pool.blocks
 
+    @property
+    def asynchronous(self) -> bool:
+        return self._device.type != "cpu"
+
     async def run(self, batch: Batch) -> BatchResult:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._sparing.run, batch)
+        loop = asyncio.get_running_loop()
+        parts = await loop.run_in_executor(self._thread, self._sparing.run, batch)
+        if not self.asynchronous:
+            return _result(batch, parts)
+        return await loop.run_in_executor(self._waiting, _result, batch, parts)
 
     def step(self, batch: Batch) -> BatchResult:
         """The same, at once, in the caller's thread and as a whole: `OutOfMemory` where that does not fit."""
+        return self._launch(batch).result()
+
+    def _launch(self, batch: Batch) -> _Step:
         try:
-            return self._computed(batch)
+            return self._asked(batch)
         except (torch.OutOfMemoryError, MemoryError) as error:
             cause = str(error).partition(". ")[0]
         except RuntimeError as error:
@@ -112,31 +153,34 @@ class TorchRunner:
         raise OutOfMemory(cause)
 
     @torch.inference_mode()
-    def _computed(self, batch: Batch) -> BatchResult:
+    def _asked(self, batch: Batch) -> _Step:
+        """On a device nothing here waits for it, but for what few requests want: scores of prompts, penalties
+        and constraints."""
         chunks = batch.chunks
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draw]
         plan = plan_step(chunks, self._pool.layout)
-        self._pool.clear(self._tensor(plan.fresh))
+        slots = np.asarray([chunks[index].slot for index in drawing], dtype=np.int64)
+        fresh, draws, slot, tokens, positions, sources = self._staging.upload(
+            plan.fresh, plan.draws, slots, plan.tokens, plan.positions, plan.sources
+        )
+        self._pool.clear(fresh)
         size = self._graphs.size_of(plan) if self._graphs is not None else None
         scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
         if self._graphs is not None and size is not None:
             # A copy: drawing changes logits, and a graph's are read again.
-            logits = self._graphs.logits(plan, size)[self._tensor(plan.draws)]
+            logits = self._graphs.logits(plan, size)[draws]
         else:
             prepared = self._attention.prepare(plan)
-            hidden = self._model.forward(
-                self._tensor(plan.tokens), self._tensor(plan.positions), self._attention, prepared
-            )
+            if (plan.sources >= 0).any():
+                tokens = self._carry.into(tokens, sources)
+            hidden = self._model.forward(tokens, positions, self._attention, prepared)
             scores = self._score(hidden, plan.scores, chunks)
             if not drawing:
-                return BatchResult((None,) * len(chunks), scores=scores)
-            logits = self._model.logits(hidden, self._tensor(plan.draws))
-        drawn, found = sampler.draw(logits, [chunks[i] for i in drawing], kernels=self._by_kernels)
-        tokens: list[int | None] = [None] * len(chunks)
-        logprobs: list[TokenLogprobs | None] = [None] * len(chunks)
-        for index, token, probability in zip(drawing, drawn, found, strict=True):
-            tokens[index], logprobs[index] = token, probability
-        return BatchResult(tuple(tokens), tuple(logprobs) if any(found) else (), scores)
+                return _Step(len(chunks), drawing, None, scores)
+            logits = self._model.logits(hidden, draws)
+        drawn = sampler.launch(logits, [chunks[i] for i in drawing], kernels=self._by_kernels)
+        self._carry.keep(slot, drawn.tokens, logits.shape[1])
+        return _Step(len(chunks), drawing, drawn, scores)
 
     def _tensor(self, values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -172,3 +216,8 @@ class TorchRunner:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._waiting.shutdown)
+
+
+def _result(batch: Batch, parts: Sequence[tuple[Batch, _Step]]) -> BatchResult:
+    return joined(batch, [(part, step.result()) for part, step in parts])

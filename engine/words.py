@@ -161,6 +161,9 @@ class Chunk(Struct, frozen=True):
     """Prompt tokens whose log-probabilities are wanted: the first follows the first of `tokens`."""
     matcher: Matcher | None = None
     """Given where a draw has to obey it. The runner asks it, and changes nothing in it."""
+    carried: bool = False
+    """Its one token is the one that was drawn last in this slot, in the step before, which only the runner
+    knows yet: `tokens` is a 0 in its place."""
 
 
 class Batch(Struct, frozen=True):

@@ -1,8 +1,7 @@
-"""The columns of a batch's sampling for `draw_tokens`, and its answer in one copy to the host."""
+"""The columns of a batch's sampling for `draw_tokens`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from engine import noise
 from engine.kernels.sampling import draw_tokens
-from engine.staging import Staging
+from engine.staging import staging_of
 from engine.words import Chunk
 
 
-def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[float]]:
-    """Tokens and the largest logit of each row; `logits` are adjusted and constrained already."""
+def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    """Tokens and the largest logit of each row, there; `logits` are adjusted and constrained already."""
     samplings = [chunk.sampling for chunk in chunks]
     vocabulary = logits.shape[1]
     heat = np.asarray([sampling.temperature for sampling in samplings], dtype=np.float32)
@@ -27,18 +26,11 @@ def draw(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[list[int], list[float
         least = np.log(least)
     draws = [(chunk.sampling.seed, chunk.start + len(chunk.tokens)) for chunk in chunks]
     keys = noise.keys(draws, torch.device("cpu")).numpy()
-    columns = _staging(logits.device).upload(heat, top_k, top_p, least, keys)
+    columns = staging_of(logits.device).upload(heat, top_k, top_p, least, keys)
     tokens, best, _ = draw_tokens(
         logits,
         *columns,
         random=bool((heat > 0).any()),
         cut=bool((((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0)).any()),
     )
-    # Token ids are exact in float64: one copy, and so one wait, for both.
-    drawn, most = torch.stack((tokens.double(), best.double())).tolist()
-    return [int(token) for token in drawn], most
-
-
-@functools.cache
-def _staging(device: torch.device) -> Staging:
-    return Staging(device)
+    return tokens, best

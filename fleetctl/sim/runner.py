@@ -127,6 +127,10 @@ class TimedRunner:
             self.busy_by_second[second] += max(0.0, min(end, second + 1) - max(start, second))
 
     @property
+    def asynchronous(self) -> bool:
+        return False
+
+    @property
     def staged(self) -> bool:
         return False
 

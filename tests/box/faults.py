@@ -182,6 +182,8 @@ def draw(seed: int) -> Schedule:
         checksum=not rough,
         borrow_limit_s=2.0 if borrows else 0.0,
     )
+    if random.Random(seed ^ 0x0E11A).random() < 0.4:
+        engine = replace(engine, overlap="on")
     schedule = Schedule(
         seed, prefill, decode, routers, blocks, 2e7 if rough else 2e8, engine, transfer, cost, rough,
         {}, (), (), safe=safe and not outgrows, outgrows=outgrows, borrows=borrows,

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from engine.build import build_runner
 from engine.settings import EngineSettings
 from engine.torch_runner import TorchRunner
-from engine.words import Batch, Chunk
+from engine.words import Batch, BatchResult, Chunk
 from fleet.request import Sampling, TokenLogprobs
 
 _SMALL: dict[str, Any] = {
@@ -250,3 +251,29 @@ class Driver:
 @pytest.fixture
 def drive() -> type[Driver]:
     return Driver
+
+
+class Carrying:
+    """A runner's steps with every token left out that it has drawn itself in the step before."""
+
+    def __init__(self, runner: TorchRunner, step: Callable[[Batch], BatchResult]) -> None:
+        self.layout, self.blocks = runner.layout, runner.blocks
+        self._step = step
+        self._drew: set[int] = set()
+        self.carried = 0
+
+    def step(self, batch: Batch) -> BatchResult:
+        chunks = tuple(
+            replace(chunk, tokens=(0,), carried=True)
+            if len(chunk.tokens) == 1 and chunk.slot in self._drew
+            else chunk
+            for chunk in batch.chunks
+        )
+        self.carried += sum(chunk.carried for chunk in chunks)
+        self._drew = {chunk.slot for chunk in chunks if chunk.draw}
+        return self._step(Batch(chunks))
+
+
+@pytest.fixture
+def carry() -> type[Carrying]:
+    return Carrying

@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.latency_runner import LatencyModel, LatencyRunner, ToyModel, reference_tokens
 from engine.runner import Runner
@@ -38,6 +39,20 @@ def test_any_chunking_over_scattered_blocks_draws_the_reference(cuts: tuple[int,
         (token,) = step(runner, chunk((drawn[-1] or 0,), len(PROMPT) + len(drawn) - 1, table))
         drawn.append(token)
     assert drawn == reference_tokens(PROMPT, GREEDY)
+
+
+def test_a_carried_token_is_the_one_drawn_last_in_its_slot() -> None:
+    runner = LatencyRunner.with_own_memory(16, 4)
+    table = (9, 2, 15, 0, 7, 3, 11, 4)
+    wanted = reference_tokens(PROMPT, GREEDY)
+
+    async def steps() -> list[int | None]:
+        asked = [runner.run(Batch((chunk(PROMPT, 0, table),)))]
+        for position in range(len(PROMPT), len(PROMPT) + 5):
+            asked.append(runner.run(Batch((replace(chunk((0,), position, table), carried=True),))))
+        return [result.tokens[0] for result in await asyncio.gather(*asked)]
+
+    assert asyncio.run(steps()) == wanted[:6]
 
 
 def test_kv_of_another_sequence_shows_as_another_text() -> None:

@@ -39,7 +39,12 @@ KEYS = HashKeys("m", SIZE)
 
 
 def new(id: str, prompt: Iterable[int], max_tokens: int = 8, **more: Any) -> NewSequence:
-    sampling = Sampling(max_tokens, temperature=more.pop("temperature", 0.0), seed=more.pop("seed", 0))
+    sampling = Sampling(
+        max_tokens,
+        temperature=more.pop("temperature", 0.0),
+        seed=more.pop("seed", 0),
+        stop_token_ids=more.pop("stop", ()),
+    )
     return NewSequence(id, tuple(prompt), sampling, more.pop("keys", KEYS), **more)
 
 
@@ -141,8 +146,10 @@ requests = st.fixed_dictionaries(
         "priority": st.integers(0, 2),
         "temperature": st.sampled_from([0.0, 1.0]),
         "seed": st.integers(0, 3),
+        "stop": st.sampled_from([(), (), tuple(range(32, 44))]),
     }
 )
+overlaps = st.sampled_from(["off", "on"])
 
 
 @given(
@@ -152,8 +159,9 @@ requests = st.fixed_dictionaries(
     share=st.sampled_from([0.0, 0.25, 0.5]),
     cache=st.booleans(),
     cancels=st.dictionaries(st.integers(0, 13), st.integers(0, 40), max_size=4),
+    overlap=overlaps,
 )
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=160, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_text_is_the_reference_whatever_is_chunked_preempted_shared_or_cancelled(
     mix: list[tuple[dict[str, Any], int]],
     blocks: int,
@@ -161,10 +169,15 @@ def test_every_text_is_the_reference_whatever_is_chunked_preempted_shared_or_can
     share: float,
     cache: bool,
     cancels: dict[int, int],
+    overlap: str,
 ) -> None:
     async def go() -> None:
         async with running(
-            blocks, max_step_tokens=step_tokens, short_prompt_share=share, prefix_cache=cache
+            blocks,
+            max_step_tokens=step_tokens,
+            short_prompt_share=share,
+            prefix_cache=cache,
+            overlap=overlap,
         ) as house:
             reports = 0
 
@@ -191,7 +204,10 @@ def test_every_text_is_the_reference_whatever_is_chunked_preempted_shared_or_can
                     assert number in cancels
                     assert said == expected[: len(said)]
                 else:
-                    assert (end.finish, said) == (FinishReason.LENGTH, expected)
+                    stopped = expected[-1] in sampling.stop_token_ids
+                    assert end.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+                    assert said == expected
+                    assert end.completion_tokens == len(said)
 
     virtual_time.run(go())
 
@@ -203,10 +219,11 @@ def test_every_text_is_the_reference_whatever_is_chunked_preempted_shared_or_can
         max_size=8,
     ),
     blocks=st.integers(17, 40),
+    overlap=overlaps,
 )
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_sequence_handed_from_one_engine_to_another_goes_on_with_the_same_text(
-    mix: list[tuple[dict[str, Any], int, str]], blocks: int
+    mix: list[tuple[dict[str, Any], int, str]], blocks: int, overlap: str
 ) -> None:
     async def hand_off(source: House, target: House, id: str, request: dict[str, Any], how: str) -> None:
         source.engine.add(new(id, hold=True, **request))
@@ -239,7 +256,11 @@ def test_a_sequence_handed_from_one_engine_to_another_goes_on_with_the_same_text
             source.engine.release(id)
 
     async def go() -> None:
-        async with running(blocks) as source, running(blocks) as target, asyncio.TaskGroup() as group:
+        async with (
+            running(blocks, overlap=overlap) as source,
+            running(blocks, overlap=overlap) as target,
+            asyncio.TaskGroup() as group,
+        ):
             for number, (request, pause, how) in enumerate(mix):
                 group.create_task(hand_off(source, target, f"r{number}", request, how))
                 for _ in range(pause):
@@ -313,13 +334,14 @@ class BrokenOnce:
         return await self.inner.run(batch)
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize(
     ("error", "name"), [(RuntimeError("secret"), "Internal"), (Unavailable("device away"), "Unavailable")]
 )
-def test_a_failure_of_the_runner_ends_its_batch_only(error: Exception, name: str) -> None:
+def test_a_failure_of_the_runner_ends_its_batch_only(error: Exception, name: str, overlap: str) -> None:
     async def go() -> None:
         broken = BrokenOnce(LatencyRunner.with_own_memory(64, SIZE), 3, error)
-        async with running(runner=broken, max_batch=2) as house:
+        async with running(runner=broken, max_batch=2, overlap=overlap) as house:
             for id in "abc":
                 house.engine.add(new(id, range(5)))
             await house.ear.end_of("a", "b", "c")
@@ -477,6 +499,42 @@ def test_load_tells_the_state_of_work_and_its_speed_and_unknown_is_none() -> Non
             assert load.counters["generated_tokens"] == 20
             assert load.counters["computed_tokens"] == 16 + 2 * 9
         assert asyncio.get_running_loop().time() == pytest.approx(1.3 + 9 * 1.0)
+
+    virtual_time.run(go())
+
+
+def test_a_step_planned_ahead_takes_its_own_time_and_begins_when_the_one_before_has_ended() -> None:
+    async def go() -> None:
+        toy = LatencyRunner.with_own_memory(64, SIZE, LatencyModel(base_s=0.5, per_prompt_token_s=0.25))
+        async with running(runner=toy, overlap="on") as house:
+            house.engine.add(new("a", range(8), 10))
+            await asyncio.sleep(2.4)
+            assert house.engine.load().counters["steps"] == 2, "the second is planned, the first not over"
+            await house.ear.end_of("a")
+            load = house.engine.load()
+            assert load.prefill_tokens_s == pytest.approx(8 / 2.5)
+            assert load.decode_step_s == pytest.approx(0.5)
+            assert load.counters["steps"] == 10
+        assert asyncio.get_running_loop().time() == pytest.approx(2.5 + 9 * 0.5)
+
+    virtual_time.run(go())
+
+
+def test_two_steps_are_asked_for_at_once_where_the_runner_is_asynchronous_or_it_is_set() -> None:
+    class Device(LatencyRunner):
+        asynchronous = True  # type: ignore[assignment]
+
+    async def planned(kind: type[LatencyRunner], overlap: str) -> int:
+        runner = kind.with_own_memory(64, SIZE, LatencyModel(base_s=1.0))
+        async with running(runner=runner, idle=False, overlap=overlap) as house:
+            house.engine.add(new("a", range(8), 10))
+            await asyncio.sleep(0.5)
+            return house.engine.load().counters["steps"]
+
+    async def go() -> None:
+        for kind, auto in ((LatencyRunner, 1), (Device, 2)):
+            assert await planned(kind, "auto") == auto
+            assert (await planned(kind, "off"), await planned(kind, "on")) == (1, 2)
 
     virtual_time.run(go())
 

@@ -51,8 +51,9 @@ def test_other_steps_run_eagerly(chunks: list[Chunk]) -> None:
 
 def test_padding_writes_nothing_and_sees_nothing() -> None:
     plan = plan_step([chunk(9), chunk(3), chunk(5)], LAYOUT)
-    tokens, positions, slots, lengths, sizes, tables = padded(plan, 8, 128)
+    tokens, sources, positions, slots, lengths, sizes, tables = padded(plan, 8, 128)
     assert tokens.tolist() == [7] * 3 + [0] * 5
+    assert sources.tolist() == [-1] * 8
     assert positions.tolist() == [3, 5, 9] + [0] * 5
     assert slots.tolist() == [43, 45, 49] + [-1] * 5
     assert lengths.tolist() == [4, 6, 10] + [0] * 5

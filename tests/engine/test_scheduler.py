@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import deque
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -91,6 +93,19 @@ class Steps:
             self.steps += 1
             self.answer(plan.batch)
         return plan
+
+    def ahead(self) -> list[int]:
+        """Until idle, a second step in flight wherever one can be planned: how many were in each time."""
+        flights: deque[Batch] = deque()
+        counts: list[int] = []
+        while self.scheduler.has_work or flights:
+            while len(flights) < 2 and (batch := self.plan().batch).chunks:
+                flights.append(batch)
+            counts.append(len(flights))
+            self.answer(flights.popleft())
+        self.plan()
+        self.scheduler.validate(idle=True)
+        return counts
 
     def until_idle(self, limit: int = 10_000) -> None:
         for _ in range(limit):
@@ -854,14 +869,16 @@ class Shadow:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Everything in any order on a tiny pool: nothing is lost, ended twice, or stuck."""
+    """Everything in any order on a tiny pool, up to two steps in flight: nothing is lost, ended twice, stuck,
+    or given to others while a step may read or write it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps = make(blocks=6, max_batch=3, max_step_tokens=8, max_tokens=40)
         self.all: dict[str, Shadow] = {}
         self.to_fill: dict[str, Reservation] = {}
-        self.batch: Batch | None = None
+        self.batches: deque[Batch] = deque()
+        """In flight."""
         self.lent: dict[str, tuple[int, ...]] = {}
         """Blocks that others may read."""
 
@@ -883,7 +900,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(3, 14),
         generated=st.integers(0, 2),
         priority=st.integers(0, 1),
-        kind=st.sampled_from(["plain", "plain", "hold", "lend", "lend", "fill"]),
+        kind=st.sampled_from(["plain", "plain", "stop", "hold", "lend", "lend", "fill"]),
     )
     def add(self, prompt: tuple[int, ...], max_tokens: int, generated: int, priority: int, kind: str) -> None:
         id = f"r{len(self.all)}"
@@ -896,35 +913,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             hold=kind in ("hold", "lend"),
             fill=kind == "fill",
             lend=kind == "lend",
+            stop=(8,) if kind == "stop" else (),
         )
         self.all[id] = Shadow(item)
         self.steps.scheduler.add(item)
         self.granted()
 
-    @precondition(lambda self: self.batch is None)
+    @precondition(lambda self: len(self.batches) < 2)
     @rule()
     def plan(self) -> None:
+        preempted = self.steps.scheduler.counters.preemptions
         plan = self.steps.scheduler.plan()
         self.note(plan.report)
         self.granted()
-        self.batch = plan.batch if plan.batch.chunks else None
+        if self.batches:
+            assert self.steps.scheduler.counters.preemptions == preempted, "somebody in flight gave way"
+        if plan.batch.chunks:
+            self.batches.append(plan.batch)
         lent = {block for blocks in self.lent.values() for block in blocks}
         for chunk in plan.batch.chunks:
             written = chunk.blocks[chunk.start // SIZE : -(-(chunk.start + len(chunk.tokens)) // SIZE)]
             assert not lent & set(written), "a block that others read is written to"
         outside = self.to_fill or self.unreleased() or self.steps.scheduler.pool.quarantined
-        if self.batch is None and not outside:
+        if not self.batches and not outside:
             assert not self.steps.scheduler.has_work, "work, but nothing was scheduled"
 
-    @precondition(lambda self: self.batch is not None)
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def end_step(self, fails: bool) -> None:
-        batch, self.batch = self.batch, None
-        assert batch is not None
+    @precondition(lambda self: self.batches)
+    @rule(fails=st.sampled_from([False] * 9 + [True]), token=st.sampled_from([7, 7, 7, 8]))
+    def end_step(self, fails: bool, token: int) -> None:
+        batch = self.batches.popleft()
         if fails:
             self.note(self.steps.scheduler.fail(Internal("broken")))
         else:
-            tokens = tuple(7 if chunk.draw else None for chunk in batch.chunks)
+            tokens = tuple(token if chunk.draw else None for chunk in batch.chunks)
             self.note(self.steps.scheduler.apply(BatchResult(tokens)))
 
     @precondition(lambda self: self.all)
@@ -962,21 +983,31 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.steps.scheduler.validate()
+        scheduler = self.steps.scheduler
+        scheduler.validate()
+        lent = {block for blocks in self.lent.values() for block in blocks}
+        filled = {block for granted in self.to_fill.values() for block in granted.blocks[granted.cached :]}
+        for batch in self.batches:
+            for chunk in batch.chunks:
+                used = chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // SIZE)]
+                written = set(used[chunk.start // SIZE :])
+                assert all(scheduler.pool._holders[block] for block in used), "given away in flight"
+                assert not written & lent, "a block that others read is written to"
+                assert not set(used) & filled, "a block in flight is filled from elsewhere"
+                for other in batch.chunks:
+                    assert other is chunk or not written & set(other.blocks)
 
     def teardown(self) -> None:
-        if self.batch is not None:
-            self.end_step(False)
         for _ in range(2000):
+            while self.batches:
+                self.end_step(False, 7)
             for id in list(self.to_fill):
                 self.steps.scheduler.filled(id, self.to_fill.pop(id).tokens)
             for id in self.unreleased():
                 self.lent.pop(id, None)
                 self.steps.scheduler.release(id)
             self.plan()
-            if self.batch is not None:
-                self.end_step(False)
-            elif not self.steps.scheduler.has_work and not self.to_fill:
+            if not self.batches and not self.steps.scheduler.has_work and not self.to_fill:
                 break
         self.steps.scheduler.validate(idle=True)
         for id, shadow in self.all.items():
@@ -993,7 +1024,198 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = hypothesis_settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+# Two steps in flight.
+
+
+def starts(plan: Plan) -> list[tuple[int, tuple[int, ...], bool]]:
+    return [(chunk.start, chunk.tokens, chunk.carried) for chunk in plan.batch.chunks]
+
+
+def test_the_next_step_is_planned_before_the_tokens_of_this_one_are_known() -> None:
+    steps = make()
+    steps.scheduler.add(new("a", 40, 4))
+    first, second = steps.plan(), steps.plan()
+    assert [lengths(first), lengths(second)] == [[32], [8]], "a prompt goes on behind its own part"
+    assert [chunk.draw for chunk in second.batch.chunks] == [True]
+    steps.answer(first.batch)
+    third = steps.plan()
+    assert starts(third) == [(40, (0,), True)]
+    steps.answer(second.batch)
+    assert steps.drawn["a"] == 1
+    fourth = steps.plan()
+    assert starts(fourth) == [(41, (0,), True)]
+    steps.answer(third.batch)
+    assert steps.drawn["a"] == 2
+    # What is known again is told again.
+    steps.answer(fourth.batch)
+    assert starts(steps.plan()) == [(42, (7,), False)]
+    assert not steps.plan().batch.chunks, "the last one of four is being drawn"
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_nothing_is_planned_behind_a_last_token(hold: bool) -> None:
+    steps = make(max_tokens=100)
+    steps.scheduler.add(new("a", 4, 5 if hold else 1, hold=hold))
+    steps.scheduler.add(new("longest", 99, 5))
+    steps.scheduler.add(new("b", 2, 5))
+    batches = [steps.plan().batch]
+    while len(batches) < 4:
+        batches.append(steps.plan().batch)
+        steps.answer(batches[-2])
+    assert {chunk.start for chunk in batches[-1].chunks if chunk.carried} == {4}, "of b alone"
+    assert steps.scheduler.counters.discarded_tokens == 0
+
+
+def test_of_a_sequence_that_has_stopped_the_step_behind_brings_nothing() -> None:
+    steps = make(blocks=8)
+    steps.scheduler.add(new("a", 7, 20, stop=(7,), min_tokens=1))
+    first, second = steps.plan(), steps.plan()
+    steps.answer(first.batch)
+    third = steps.plan()
+    assert starts(third) == [(8, (0,), True)]
+    steps.answer(second.batch)
+    assert steps.finished["a"] == Finished("a", FinishReason.STOP, 7, 2, 0)
+    cached = steps.scheduler.pool.cached()
+    assert len(cached) == 2
+    assert steps.scheduler.pool.available == 5, "what the last step may write to is nobody's yet"
+    # The same id: it has had its last word.
+    steps.scheduler.add(new("a", tuple(range(24)), 1, fill=True))
+    assert not steps.scheduler.take_reservations()
+    steps.answer(third.batch)
+    assert steps.drawn["a"] == 2
+    assert steps.scheduler.pool.cached() == cached
+    assert steps.scheduler.counters.discarded_tokens == 1
+    assert steps.scheduler.counters.computed_tokens == 8
+    steps.plan()
+    assert len(steps.reservations["a"].blocks) == 6
+
+
+def test_a_cancelled_one_ends_with_the_first_of_two_steps() -> None:
+    steps = make(blocks=8)
+    for id in "ab":
+        steps.scheduler.add(new(id, 5, 9))
+    first, second = steps.plan(), steps.plan()
+    assert steps.scheduler.cancel("a")
+    steps.answer(first.batch)
+    assert steps.finished["a"].finish is FinishReason.CANCELLED
+    assert steps.scheduler.pool.available == 4, "the second may write to its blocks"
+    steps.answer(second.batch)
+    assert steps.drawn == {"b": 2}
+    steps.until_idle()
+    assert steps.drawn == {"b": 9}
+
+
+def test_a_failed_step_costs_those_in_it_the_step_behind_too_and_no_others() -> None:
+    steps = make()
+    for id in "ab":
+        steps.scheduler.add(new(id, 3))
+    first = steps.plan()
+    steps.scheduler.add(new("c", 3))
+    second = steps.plan()
+    assert len(first.batch.chunks) == 2
+    assert len(second.batch.chunks) == 3
+    steps.take(steps.scheduler.fail(Unavailable("device lost")))
+    assert {end.id: end.finish for end in steps.finished.values()} == dict.fromkeys("ab", FinishReason.FAILED)
+    steps.answer(second.batch)
+    assert steps.drawn == {"c": 1}
+    steps.until_idle()
+    assert steps.finished["c"].finish is FinishReason.LENGTH
+
+
+def test_nobody_gives_way_in_flight_and_who_lacks_a_block_waits_for_the_step_to_end() -> None:
+    steps = make(blocks=5)
+    steps.scheduler.add(new("a", 7, 9))
+    steps.scheduler.add(new("b", 7, 9))
+    first, second = steps.plan(), steps.plan()
+    assert starts(second) == [(7, (0,), True)] * 2
+    steps.answer(first.batch)
+    assert not steps.plan().batch.chunks, "both need a block, and there is one"
+    assert steps.scheduler.counters.preemptions == 0
+    steps.answer(second.batch)
+    assert len(steps.plan().batch.chunks) == 1
+    assert steps.scheduler.counters.preemptions == 1
+
+
+def test_a_block_that_the_cache_has_twice_stays_until_the_step_that_reads_it_has_ended() -> None:
+    steps = make(blocks=8)
+    prompt = tuple(range(4))
+    steps.scheduler.add(new("a", prompt, 9))
+    steps.scheduler.add(new("b", prompt, 9))
+    first, second = steps.plan(), steps.plan()
+    own = [chunk.blocks[0] for chunk in second.batch.chunks]
+    assert len(set(own)) == 2, "computed twice at once"
+    steps.answer(first.batch)
+    assert steps.scheduler.pool.counts.duplicates == 1
+    assert steps.scheduler.pool.available == 8 - 4
+    steps.answer(second.batch)
+    assert steps.scheduler.pool.available == 8 - 3
+    assert len({chunk.blocks[0] for chunk in steps.plan().batch.chunks}) == 1
+
+
+def test_what_was_lent_is_released_with_the_step_that_writes_behind_it() -> None:
+    steps = make(blocks=24)
+    steps.scheduler.add(new("p", 90, 5, hold=True, lend=True))
+    first, second = steps.plan(), steps.plan()
+    steps.answer(first.batch)
+    assert steps.ready["p"]
+    steps.scheduler.cancel("p")
+    third = steps.plan()
+    assert not third.batch.chunks
+    steps.answer(second.batch)
+    steps.scheduler.release("p")
+    steps.until_idle()
+    steps.scheduler.add(new("q", 90, 5, hold=True, lend=True))
+    first, second = steps.plan(), steps.plan()
+    steps.answer(first.batch)
+    third = steps.plan()
+    steps.scheduler.cancel("q")
+    steps.answer(second.batch)
+    steps.scheduler.release("q")
+    steps.scheduler.validate()
+    assert steps.scheduler.pool.available == 24 - 23, "the third step may still write"
+    steps.answer(third.batch)
+    steps.until_idle()
+
+
+def test_equal_prompts_at_once_are_computed_once_with_two_steps_in_flight_too() -> None:
+    steps = make(max_step_tokens=16, short_prompt_share=0.25)
+    prompt = tuple(range(100))
+    for id in "abcd":
+        steps.scheduler.add(new(id, prompt, 2))
+    assert 2 in steps.ahead()
+    assert steps.scheduler.counters.computed_tokens < 100 + 8 * 16
+    assert len(steps.finished) == 4
+
+
+@pytest.mark.parametrize("kind", ["penalised", "constrained"])
+def test_whose_next_draw_needs_the_last_token_keeps_all_at_one_step_at_a_time(kind: str) -> None:
+    steps = make()
+    plain = new("plain", (1, 2), 9)
+    if kind == "penalised":
+        needs = NewSequence("needs", (3, 4), Sampling(3, presence_penalty=0.5), KEYS)
+    else:
+        needs = msgspec.structs.replace(new("needs", (3, 4), 3), matcher=Anything())
+    steps.scheduler.add(needs)
+    steps.scheduler.add(plain)
+    # Its last token is waited for by nobody, and behind the last one of all there is nothing.
+    assert steps.ahead() == [1, 1, 2, 2, 2, 2, 2, 2, 1]
+
+
+class Anything:
+    """A constraint that allows all there is."""
+
+    vocabulary = 64
+    end_tokens = ()
+    finished = False
+
+    def fill(self, mask: object, row: int) -> None:
+        raise AssertionError("nobody draws here")
+
+    def accept(self, token: int) -> bool:
+        return True
 
 
 def chain(tokens: tuple[int, ...], keys: HashKeys = KEYS) -> list[BlockHash]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.latency_runner import LatencyModel, LatencyRunner
 from engine.loop import Engine
 from engine.settings import EngineSettings
-from engine.sparing import OutOfMemory, Sparing, split
+from engine.sparing import OutOfMemory, Sparing, joined, split
 from engine.torch_runner import TorchRunner
 from engine.words import Batch, BatchResult, Chunk, Drawn, Finished, NewSequence, StepReport
 from fleet.block_hash import HashKeys
@@ -53,7 +53,7 @@ class Device:
 )
 def test_parts_give_what_the_whole_gives(shapes: list[tuple[int, bool, bool]], room: int) -> None:
     batch = Batch(tuple(chunk(slot, *shape) for slot, shape in enumerate(shapes)))
-    assert Sparing(Device(room)).run(batch) == Device(10**6)(batch)
+    assert joined(batch, Sparing(Device(room)).run(batch)) == Device(10**6)(batch)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 50))
@@ -92,7 +92,8 @@ def test_without_room_for_one_token_the_step_fails_and_the_next_may_not() -> Non
     with pytest.raises(Overloaded, match=r"no memory for a step of one token: no room for 1"):
         sparing.run(Batch((chunk(0, 5),)))
     device.room = 9
-    assert sparing.run(Batch((chunk(0, 5),))).tokens == (10,)
+    batch = Batch((chunk(0, 5),))
+    assert joined(batch, sparing.run(batch)).tokens == (10,)
 
 
 def test_an_engine_on_a_scarce_device_answers_everybody() -> None:
@@ -121,7 +122,7 @@ def test_an_engine_on_a_scarce_device_answers_everybody() -> None:
                 return getattr(inner, name)
 
             async def run(self, batch: Batch) -> BatchResult:
-                return sparing.run(batch)
+                return joined(batch, sparing.run(batch))
 
         def sink(report: StepReport) -> None:
             for drawn in report.drawn:
@@ -164,7 +165,8 @@ def test_a_model_says_the_same_in_parts(small_runner: Callable[..., TorchRunner]
         prompt = tuple(range(3, 43))
         first = Chunk(0, prompt, 0, (4, 2, 7), True, greedy, targets=prompt[1:])
         other = Chunk(1, (9,), 0, (5,), True, greedy)
-        return [sparing.run(Batch((first, other)))]
+        batch = Batch((first, other))
+        return [joined(batch, sparing.run(batch))]
 
     whole, parts = answered(10**6), answered(6)
     assert parts[0].tokens == whole[0].tokens

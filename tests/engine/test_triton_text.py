@@ -26,9 +26,10 @@ def test_text_is_that_of_plain_torch(small_runner: Callable[..., TorchRunner], d
 
 
 def test_text_of_padded_steps_is_that_of_eager_ones(
-    small_runner: Callable[..., TorchRunner], drive: Any
+    small_runner: Callable[..., TorchRunner], drive: Any, carry: Any
 ) -> None:
-    """On a CPU nothing is captured, but buffers, padding and the choice of size are those of a GPU."""
+    """On a CPU nothing is captured, but buffers, padding and the choice of size are those of a GPU; tokens of
+    the step before are not told again."""
     runner = small_runner("llama3", attention="triton", block_size=8, kv_memory_bytes=1 << 18, device="auto")
     eager = drive(
         small_runner("llama3", attention="gather", block_size=8, kv_memory_bytes=1 << 18, device="auto")
@@ -48,7 +49,9 @@ def test_text_of_padded_steps_is_that_of_eager_ones(
     runner._graphs = DecodeGraphs(
         runner._model, attention, runner.layout, sizes=(1, 4), max_tokens=64, capture=noting
     )
-    padded = drive(runner)
+    runner._carry = runner._graphs.carry
+    carrying = carry(runner, runner.step)
+    padded = drive(carrying)
     texts = []
     for driver in (padded, eager):
         sequences = [driver.add(range(3, 3 + length), 6) for length in (1, 20, 7)]
@@ -57,3 +60,4 @@ def test_text_of_padded_steps_is_that_of_eager_ones(
         texts[-1] += sequences[0].drawn
     assert texts[0] == texts[1]
     assert ran == [4, 4, 1], "prompts run eagerly, three decodes as four"
+    assert carrying.carried == 3 + 3 + 1
