@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 _SURE = 4.0
 """Standard errors by which the newest must differ: they are looked at again and again."""
@@ -66,8 +65,8 @@ class Recent:
             if self._counts:
                 # What stands out most does so by chance as well: it is not believed wholly at first.
                 share = _DOUBT * self.weight / sum(row[1] for row in old)
-                weight, total = (share * sum(row[place] for row in old) for place in (1, 2))
-                rows.appendleft((rows[0][0], weight, total, 0.0))
+                doubt = [share * sum(row[place] for row in old) for place in (1, 2)]
+                rows.appendleft((rows[0][0], doubt[0], doubt[1], 0.0))
             self.changed_at, self._trend = now, 0.0
             self.fell = (self.value or 0.0) < before
         slope, sure = self._slope()
@@ -122,45 +121,48 @@ class Recent:
     @property
     def error(self) -> float:
         """Standard error of the value, as a share of it."""
-        value = self.value
+        value, weight = self.value, self.weight
         if not value:
             return 1.0
-        return math.sqrt(self._variance(self._rows, value) / self.weight) / value
+        square = sum(row[3] for row in self._rows)
+        return math.sqrt(self._variance(weight, value * weight, square) / weight) / value
 
     @property
     def _clumps(self) -> float:
         """Of counts: variance over mean; 1 where what comes knows nothing of each other."""
         return max(1.0, self._spread / self._mean)
 
-    def _variance(self, rows: Sequence[Row], mean: float) -> float:
+    def _variance(self, weight: float, total: float, square: float) -> float:
         """Of one unit of weight."""
+        mean = total / weight
         if self._counts:
             return self._clumps * mean
-        weight = sum(row[1] for row in rows)
-        square = sum(row[3] for row in rows) / weight
-        return float(max(square - mean * mean, (_FLOOR * mean) ** 2))
+        return max(square / weight - mean * mean, (_FLOOR * mean) ** 2)
 
     def _cut(self) -> int:
         """How many of the oldest no longer hold."""
-        rows = list(self._rows)
-        weight, total = self.weight, sum(row[2] for row in rows)
-        new_weight = new_total = new_count = 0.0
+        _, weights, totals, squares = zip(*self._rows, strict=True)
+        weight, total, square = sum(weights), sum(totals), sum(squares)
+        clumps = self._clumps
+        new_weight = new_total = new_square = 0.0
         best, most = 0, _SURE
-        for place in range(len(rows) - 1, 0, -1):
-            new_weight += rows[place][1]
-            new_total += rows[place][2]
-            new_count += rows[place][2] if self._counts else rows[place][1]
-            old_weight, old_total = weight - new_weight, total - new_total
-            seen = max(new_count, old_total * new_weight / old_weight if self._counts else 0.0)
-            if place > len(rows) - 2 or seen < self._least or old_weight < min(new_weight, self._least):
+        for place in range(len(weights) - 1, 0, -1):
+            new_weight += weights[place]
+            new_total += totals[place]
+            new_square += squares[place]
+            old_weight, old_total = weight - new_weight, max(0.0, total - new_total)
+            # Of counts so many that came, or that would have come before.
+            seen = max(new_total, old_total * new_weight / old_weight) if self._counts else new_weight
+            if place > len(weights) - 2 or seen < self._least or old_weight < min(new_weight, self._least):
                 continue
             old, new = old_total / old_weight, new_total / new_weight
             if self._counts:
                 # Of the root of a count the variance is a quarter, however many there are (Bartlett, 1936).
-                differs, variance = abs(math.sqrt(new) - math.sqrt(old)), self._clumps / 4
+                differs, variance = abs(math.sqrt(new) - math.sqrt(old)), clumps / 4
             else:
+                before = self._variance(old_weight, old_total, square - new_square)
                 differs = abs(new - old)
-                variance = max(self._variance(rows[:place], old), self._variance(rows[place:], new))
+                variance = max(before, self._variance(new_weight, new_total, new_square))
             differs /= math.sqrt(variance * (1 / old_weight + 1 / new_weight)) or math.inf
             if differs > most:
                 best, most = place, differs
