@@ -279,6 +279,7 @@ class Controller:
             "message": said.message[:1000],
             "type": said.kind,
             "source": {"component": CONTROLLER},
+            "firstTimestamp": stamp,
             "lastTimestamp": stamp,
         }
         path = EVENTS.path(namespace, event["metadata"]["name"])

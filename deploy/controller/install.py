@@ -185,6 +185,8 @@ def example(
     model: str = "smollm2",
     served: str = "smollm2",
     pull_secrets: Sequence[str] = (),
+    etcd: str = "etcd:2379",
+    nats: str = "nats://nats:4222",
 ) -> Object:
     """A fleet of one prefill and one decode worker, to begin with."""
     return {
@@ -195,7 +197,7 @@ def example(
             "image": image,
             **({"imagePullSecrets": list(pull_secrets)} if pull_secrets else {}),
             "model": {"path": model, "name": served},
-            "control": {"etcd": "etcd:2379", "nats": "nats://nats:4222"},
+            "control": {"etcd": etcd, "nats": nats},
             "prefill": {"replicas": 1},
             "decode": {"replicas": 1},
         },

@@ -117,6 +117,11 @@ class Renderer:
         }
 
     @property
+    def fleet_name(self) -> str:
+        """In etcd and on NATS. Neither part has the line between them: no two fleets are of one name."""
+        return f"{self.namespace}_{self.name}"
+
+    @property
     def tls_name(self) -> str:
         """Of the headless Service: an authority of the cluster's would sign it."""
         return f"{self.name}-workers.{self.namespace}.svc"
@@ -394,7 +399,7 @@ class Renderer:
     def _control(self) -> list[str]:
         spec = self.spec
         return [
-            f"--control.fleet={self.namespace}-{self.name}",
+            f"--control.fleet={self.fleet_name}",
             f"--control.etcd={spec.control.etcd}",
             f"--control.nats={spec.control.nats}",
             "--control.bind=0.0.0.0",

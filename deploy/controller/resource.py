@@ -10,7 +10,6 @@ Count = Annotated[int, Meta(ge=0, le=10_000)]
 Percent = Annotated[int, Meta(ge=0, le=100)]
 Name = Annotated[str, Meta(max_length=253)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$", max_length=32)]
-SettingName = r"^[a-z][a-z0-9-]*(\.[a-z][a-z0-9-]*)*$"
 Open = dict[str, Any]
 """Of Kubernetes' own: its schema is not repeated here, and the API server judges it in the pods."""
 
@@ -49,7 +48,7 @@ class Placed(Says, frozen=True):
         list[Open], Meta(max_length=128, description="Variables, as in a container; valueFrom as well.")
     ] = field(default_factory=list)
     settings: Annotated[
-        dict[Annotated[str, Meta(pattern=SettingName)], Annotated[str, Meta(max_length=4096)]],
+        dict[str, Annotated[str, Meta(max_length=4096)]],
         Meta(
             description="Settings of the process by name (engine.max-batch), as --help lists them. Those of "
             "addresses, ports and names are the controller's."
@@ -195,7 +194,7 @@ class Planning(Says, frozen=True):
         Meta(description="Most workers of both pools that the planner may want; unset: its own default."),
     ] = None
     settings: Annotated[
-        dict[Annotated[str, Meta(pattern=SettingName)], Annotated[str, Meta(max_length=4096)]],
+        dict[str, Annotated[str, Meta(max_length=4096)]],
         Meta(description="Settings of the planner by name (planner.scale-to-zero), as --help lists them."),
     ] = field(default_factory=dict)
 

@@ -8,8 +8,9 @@ import asyncio
 class WorkQueue:
     """A key that is added while it is worked on comes again afterwards: no change is overlooked."""
 
-    def __init__(self, first_s: float = 0.25, most_s: float = 60.0) -> None:
-        self._first_s, self._most_s = first_s, most_s
+    def __init__(self, first_s: float = 0.25, most_s: float = 60.0, soon_s: float = 2.0) -> None:
+        """Seconds to wait after a first failure, at most, and where something has changed meanwhile."""
+        self._first_s, self._most_s, self._soon_s = first_s, most_s, soon_s
         self._ready: dict[str, None] = {}
         """In order, each once."""
         self._working: set[str] = set()
@@ -54,8 +55,12 @@ class WorkQueue:
         self._working.discard(key)
         if failed:
             count = self._failures[key] = self._failures.get(key, 0) + 1
-            self._again.discard(key)  # What changed is seen then: a failing key must not spin.
-            self.add_later(key, min(self._most_s, self._first_s * 2.0 ** min(count - 1, 30)))
+            wait_s = min(self._most_s, self._first_s * 2.0 ** min(count - 1, 30))
+            if key in self._again:
+                # What changed is seen soon, but not at once: a failing key must not spin.
+                self._again.discard(key)
+                wait_s = min(wait_s, self._soon_s)
+            self.add_later(key, wait_s)
             return
         self._failures.pop(key, None)
         if key in self._again:

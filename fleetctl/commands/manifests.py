@@ -13,6 +13,8 @@ PARTS = ("crds", "controller", "fleet")
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[crds] [controller] [fleet]")
 @click.option("--image", required=True, metavar="NAME:TAG", help="Image of controller, routers and workers.")
 @click.option("--namespace", default="pdfleet-system", show_default=True, help="Of the controller.")
+@click.option("--etcd", default="etcd:2379", show_default=True, metavar="HOST:PORT", help="Of the fleet.")
+@click.option("--nats", default="nats://nats:4222", show_default=True, metavar="URL", help="Of the fleet.")
 @click.option("--replicas", type=click.IntRange(1, 5), default=2, show_default=True, help="Controllers.")
 @click.option("--name", default="demo", show_default=True, help="Of the fleet.")
 @click.option(
@@ -31,6 +33,8 @@ def manifests(
     parts: tuple[str, ...],
     image: str,
     namespace: str,
+    etcd: str,
+    nats: str,
     replicas: int,
     name: str,
     model: str,
@@ -38,17 +42,20 @@ def manifests(
     pull_secrets: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Print what a Kubernetes cluster needs: definitions, controller and a fleet, or the parts named.
+    """Print what a Kubernetes cluster needs before its first fleet, definitions and controller; or the parts
+    named.
 
     \b
     fleetctl manifests --image IMAGE | kubectl apply --server-side -f -
+    fleetctl manifests fleet --image IMAGE --etcd HOST:PORT --nats URL | kubectl apply -f -
     """
     # Its YAML takes a moment to import, and other commands do not need it.
     from deploy.controller.crd import definitions
     from deploy.controller.install import example, installation
     from deploy.controller.yaml_text import to_yaml
 
-    chosen = parts or PARTS
+    # No fleet among them: kubectl does not know its kind before it has applied the definition.
+    chosen = parts or PARTS[:2]
     objects = []
     if "controller" in chosen:
         installed = installation(image, namespace, replicas, pull_secrets)
@@ -58,7 +65,7 @@ def manifests(
         objects += definitions()
     if "fleet" in chosen:
         served = served_model_name or model.rstrip("/").rpartition("/")[2]
-        objects.append(example(image, name, model, served, pull_secrets))
+        objects.append(example(image, name, model, served, pull_secrets, etcd, nats))
     if as_json:
         click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
     else:

@@ -93,6 +93,8 @@ class Store:
         """`METHOD path` of each write that changed something, in order."""
         self._objects: dict[tuple[str, str, str], Object] = {}
         """(root/plural, namespace, name)."""
+        self._gone: set[str] = set()
+        """Uids of what was there."""
         self._log: list[_Change] = []
         self._oldest = self.version
         self._dry = False
@@ -320,6 +322,7 @@ class Store:
         self._record("DELETED", kind, gone, old)
         self.writes.append(f"DELETE {key[0]}/{key[2]}")
         uid = gone["metadata"]["uid"]
+        self._gone.add(uid)
         for (root, namespace, name), one in list(self._objects.items()):
             owners = one["metadata"].get("ownerReferences", [])
             if any(owner.get("uid") == uid for owner in owners) and (root, namespace, name) in self._objects:
@@ -334,6 +337,9 @@ class Store:
         self._record(type, kind, new, old)
         self._objects[key] = new
         self.writes.append(f"{how} {key[0]}/{key[2]}")
+        if any(owner.get("uid") in self._gone for owner in new["metadata"].get("ownerReferences", [])):
+            # Made by somebody who had not heard that its owner is gone: it is collected, too.
+            self._delete(kind, key[1], key[2])
         return copy.deepcopy(new)
 
     def _record(self, type: str, kind: Kind, new: Object, old: Object | None) -> None:

@@ -41,14 +41,7 @@ class ProcessKubelet:
         self._hosts += 1
         address = f"{self._net}.{self._hosts}"
         tell(store, namespace, name, podIP=address)
-        mounts = self._mounted(store, namespace, name, container, spec.get("volumes", []))
-        if mounts is None:
-            # As a kubelet: containers do not start before their Secrets are there.
-            await asked_to_go(store, namespace, name)
-            store.finish(namespace, name)
-            return
-        container = {**container, "args": [_moved(one, mounts) for one in container.get("args", [])]}
-        live = asyncio.ensure_future(self._live(store, namespace, name, address, container))
+        live = asyncio.ensure_future(self._start(store, namespace, name, address, spec))
         try:
             await asked_to_go(store, namespace, name)
             set_ready(store, namespace, name, False)
@@ -61,6 +54,14 @@ class ProcessKubelet:
             if (process := self.processes.get(name)) is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
+
+    async def _start(self, store: Store, namespace: str, name: str, address: str, spec: Object) -> None:
+        """Containers do not start before their Secrets are there."""
+        (container,) = spec["containers"]
+        while (mounts := self._mounted(store, namespace, name, container, spec["volumes"])) is None:
+            await asyncio.sleep(0.25)
+        container = {**container, "args": [_moved(one, mounts) for one in container.get("args", [])]}
+        await self._live(store, namespace, name, address, container)
 
     def _mounted(
         self, store: Store, namespace: str, name: str, container: Object, volumes: list[Object]
@@ -123,6 +124,9 @@ class ProcessKubelet:
             await asyncio.sleep(min(10.0, 0.2 * 2**restarts))
 
     async def _probe(self, store: Store, namespace: str, name: str, address: str, container: Object) -> None:
+        if "readinessProbe" not in container:
+            set_ready(store, namespace, name, True)
+            return
         probe = container["readinessProbe"]["httpGet"]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         url = f"{probe['scheme'].lower()}://{address}:{ports[probe['port']]}{probe['path']}"

@@ -7,6 +7,7 @@ import asyncio
 import copy
 
 import pytest
+from cluster_nodes import Behaviour
 from scene import SPEC, Scene
 from test_controller import counts, play
 
@@ -205,6 +206,51 @@ def test_a_revision_that_cannot_be_read_stops_nothing(data: Object | None) -> No
     assert made.actions
 
 
+@pytest.mark.parametrize("name", ["Engine.max", "x=1 --y", ""])
+def test_what_the_api_server_lets_through_fails_a_revision_and_no_fleet(name: str) -> None:
+    """A schema cannot judge the names of settings. The process does, and names the one it does not know."""
+
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        s.behaviours = lambda pod: Behaviour(crashes=f"--{name}=1" in pod["spec"]["containers"][0]["args"])
+        s.change(decode={"settings": {name: "1"}})
+        await s.until(lambda: s.condition("RolledBack")["status"] == "True", 1000)
+        await s.settle()
+        s.scale("demo-decode", 3)
+        await s.until(lambda: s.ready("decode") == 3)
+
+    play(story)
+
+
+@pytest.mark.parametrize("change", ["image", "nothing"])
+def test_a_fleet_that_is_deleted_at_any_moment_leaves_nothing(change: str) -> None:
+    """Its neighbour does not notice."""
+
+    async def story(s: Scene) -> None:
+        s.create("neighbour")
+        for turn, after_s in enumerate((0.0, 0.05, 0.3, 1.3)):
+            name = f"demo{turn}" if turn % 2 else "demo"
+            s.create(name)
+            if change == "image":
+                await s.settle(name)
+                s.change(name, image="pdfleet:2")
+            await asyncio.sleep(after_s)
+            s.store.handle("DELETE", FLEETS.path("default", name), {}, None, "")
+            await asyncio.sleep(5)
+            left = [
+                (kind.kind, one["metadata"]["name"])
+                for kind in s.store.kinds.values()
+                for one in s.store.all(kind.plural)
+                if one["metadata"].get("labels", {}).get(FLEET_LABEL) == name
+            ]
+            assert not left, f"deleted after {after_s} s"
+        await s.settle("neighbour")
+        assert s.ready("decode", "neighbour") == 2
+
+    play(story)
+
+
 def test_an_autoscaler_does_not_fight_the_planner() -> None:
     async def story(s: Scene) -> None:
         s.create(planner={"mode": "act"})
@@ -298,8 +344,8 @@ def test_routers_hear_what_is_wanted_of_a_fleet_in_a_cluster() -> None:
         hub = MemoryHub(delay_s=0.001)
         registry = hub.registry()
         lease = await registry.lease(5.0)
-        actuator = ClusterActuator(s.api, "default", "demo", Shown(registry, lease, "default-demo"))
-        key = desired_key("default-demo")
+        actuator = ClusterActuator(s.api, "default", "demo", Shown(registry, lease, "default_demo"))
+        key = desired_key("default_demo")
         for decode in (0, 2):
             s.change(decode={"replicas": decode})
             await actuator.current()

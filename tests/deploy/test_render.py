@@ -151,6 +151,16 @@ def test_the_planner_knows_that_pods_keep_their_roles() -> None:
     assert (given.scale_to_zero, given.idle_s) == (True, 300)
 
 
+def test_no_two_fleets_have_one_name_in_etcd() -> None:
+    """A fleet b-c of the namespace a, and a fleet c of the namespace a-b."""
+    names = set()
+    for namespace, name in (("a", "b-c"), ("a-b", "c")):
+        fleet = {"metadata": {"name": name, "namespace": namespace, "uid": "1"}, "spec": SPEC}
+        (container,) = Renderer(fleet, read_spec(fleet)).routers()["spec"]["template"]["spec"]["containers"]
+        names |= {arg for arg in container["args"] if arg.startswith("--control.fleet=")}
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize("spec", [SPEC, RICH], ids=["plain", "rich"])
 def test_workers_tell_their_revision(spec: Object) -> None:
     for role in ("prefill", "decode"):
