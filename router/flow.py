@@ -163,8 +163,8 @@ class _Run:
                 try:
                     async for said in leg.stream:
                         match said:
-                            case Token(_, token, logprobs):
-                                yield self._token(leg, token, logprobs)
+                            case Token():
+                                yield self._token(leg, said)
                                 account.taken(self.now())
                             case Started(_, stage):
                                 if stage in _STAGES:
@@ -238,12 +238,14 @@ class _Run:
         scores, self.scores = tuple(self.scores), []
         return scores
 
-    def _token(self, leg: Leg, token: int, logprobs: TokenLogprobs | None) -> RunToken:
-        self.known.generated.append(token)
-        if len(self.known.generated) <= 2:
+    def _token(self, leg: Leg, said: Token) -> RunToken:
+        generated = self.known.generated
+        generated.append(said.token)
+        if len(generated) <= 2:
             self.account.said(self.now())
-        self.legs.spoke(leg)
-        return RunToken(token, logprobs, self._told() if self.scores else ())
+        if not leg.spoke:
+            self.legs.spoke(leg)
+        return RunToken(said.token, said.logprobs, self._told() if self.scores else ())
 
     def _prefilled(self, leg: Leg, said: Prefilled) -> RunToken:
         now, account, ticket = self.now(), self.account, said.ticket

@@ -271,11 +271,10 @@ class Legs:
     # -- their limits and ends
 
     def spoke(self, leg: Leg) -> None:
-        """It said a token."""
+        """It said its first token."""
         self._waiting_since = None
-        if not leg.spoke:
-            leg.spoke = True
-            self.arm()  # From now on the limit is that between tokens.
+        leg.spoke = True
+        self.arm()  # From now on the limit is that between tokens.
         if self._known.ticket is not None:
             self.release()  # The decode worker goes on: the KV is there.
 

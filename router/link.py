@@ -38,6 +38,7 @@ from router.settings import WatchSettings
 log = logging.getLogger(__name__)
 
 Said = Started | Scored | Lent | Prefilled | Token | Ended
+_LAST = (Prefilled, Ended)
 _GOOD = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -68,10 +69,10 @@ class Stream:
     def put(self, said: Said, now: float) -> None:
         self.heard_at = now
         self._said.append(said)
-        if isinstance(said, Prefilled | Ended):
-            self.over = True
-        elif isinstance(said, Token):
+        if isinstance(said, Token):
             self.spoke = True
+        elif isinstance(said, _LAST):
+            self.over = True
         self._wake()
         if self.over and self.on_end is not None:
             self.on_end()

@@ -140,7 +140,7 @@ class Link(Generic[T]):
 
     def put(self, item: T, weight: int) -> None:
         """Never blocks; no-op once ended or finishing."""
-        if self.ending:
+        if self._final is not None or self._over.done():
             return
         self._outbox.append(item)
         self._weight += weight
@@ -376,9 +376,8 @@ class _WorkerEnd:
 
 
 def _items(frame: Frame) -> int:
-    scored = sum(len(said.logprobs) for said in frame.scored)
-    others = (frame.started, frame.lent, frame.prefilled, frame.tokens, frame.ended)
-    return scored + sum(map(len, others))
+    items = len(frame.started) + len(frame.lent) + len(frame.prefilled) + len(frame.tokens) + len(frame.ended)
+    return items + sum(len(said.logprobs) for said in frame.scored) if frame.scored else items
 
 
 def merge(frames: list[Frame]) -> Frame:

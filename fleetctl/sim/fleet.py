@@ -200,6 +200,11 @@ class SimRouter:
             index.holds(worker.id) == set(worker.engine.cached()) for worker in self.fleet.workers.values()
         )
 
+    def sent_by_others(self) -> list[RequestId]:
+        """Requests that it counts as under way from other routers."""
+        workers = self.router.roster.workers()
+        return [request for one in workers for (_, request), sent in one.others.items() if not sent.missed]
+
     def validate(self) -> None:
         """Nothing is left of any request, and each had one end."""
         flow = self.router.flow
@@ -211,8 +216,7 @@ class SimRouter:
         assert ended == flow.counters["requests"], dict(flow.counters)
         for worker in self.router.roster.workers():
             assert not worker.sent, f"{self.name} counts requests at {worker.id} that are over"
-            others = [key for key, sent in worker.others.items() if not sent.missed]
-            assert not others, f"{self.name} counts {others} at {worker.id}, which are over"
+        assert not self.sent_by_others(), f"{self.name} counts {self.sent_by_others()}, which are over"
         for link in self.router.links.values():
             assert len(link) == 0, f"{self.name} has streams at {link.card.id}"
         self.router.index.validate()
@@ -435,6 +439,7 @@ class SimFleet:
         clock = loop.true_time if isinstance(loop, VirtualTimeLoop) else loop.time
         answer.timeline = Timeline(loop.time())
         run = router.flow.start(request, answer.timeline, terms)
+        tokens, logprobs, times = answer.tokens, answer.logprobs, answer.times
         try:
             async for event in run:
                 if isinstance(event, RunEnd):
@@ -442,12 +447,12 @@ class SimFleet:
                     answer.ends += 1
                     continue
                 assert not answer.ends, "a token after the end"
-                answer.tokens.append(event.token)
-                answer.logprobs.append(event.logprobs)
+                tokens.append(event.token)
+                logprobs.append(event.logprobs)
                 if event.prompt_logprobs:
                     answer.scores += event.prompt_logprobs
-                answer.times.append(clock())
-                if stop_after is not None and len(answer.tokens) >= stop_after:
+                times.append(clock())
+                if stop_after is not None and len(tokens) >= stop_after:
                     break
         except FleetError as error:
             answer.error = error
