@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections import Counter
@@ -31,6 +32,9 @@ TIDY_S = 600.0
 """Seconds between full collections: each a millisecond or less, 30 where 100,000 conversations are known.
 Nothing else empties the interpreter's lists of freed tuples, 2,000 of each length: 4 MB that come within
 hours and look like a leak."""
+
+DESCRIPTORS = 1 << 16
+"""A process may have as many open as the system allows, up to this: a client each, and what else there is."""
 
 
 class Life:
@@ -98,6 +102,7 @@ def run_process(main: Callable[[Life], Awaitable[None]], log_settings: LogSettin
     set_up_logging(log_settings or _log_settings())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    _allow_descriptors()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_live(main))
@@ -105,6 +110,15 @@ def run_process(main: Callable[[Life], Awaitable[None]], log_settings: LogSettin
         _explain(error)
         raise SystemExit(1) from None
     raise SystemExit(0)
+
+
+def _allow_descriptors() -> None:
+    """Shells and init systems give 1,024, so that programs with `select` keep working; beyond them, whoever
+    connects would be cut off without a word."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _live(main: Callable[[Life], Awaitable[None]]) -> None:

@@ -20,10 +20,10 @@ def say(text): print(text, flush=True)
 
 
 @contextmanager
-def process(body: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """A process whose `main` is the body; it is killed at the end whatever happened."""
+def process(body: str, first: str = "", **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose `main` is the body, after `first`; it is killed at the end whatever happened."""
     indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    code = f"{HEAD}\nasync def main(life):\n{indented}\nrun_process(main)\n"
+    code = f"{HEAD}\n{first}\nasync def main(life):\n{indented}\nrun_process(main)\n"
     started = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -197,3 +197,13 @@ for turn in range(2):
     with process(body) as started:
         assert [said(started), said(started)] == ["True", "True"]
         assert ended(started)[0] == 0
+
+
+def test_more_descriptors_may_be_open_than_the_few_that_shells_give() -> None:
+    first = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+"""
+    with process("say(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64)", first) as started:
+        assert said(started) == "True"
