@@ -1079,6 +1079,9 @@ async def _whole_again(game: Play) -> None:
                 return f"{router.name} does not know all workers"
             if strange := [name for name in game.strangers() if router.router.index.holds(WorkerId(name))]:
                 return f"the index of {router.name} has blocks of {strange}, which are gone"
+            if late := router.sent_by_others():
+                # A message of a life that is over may come late; nobody counts it for long.
+                return f"{router.name} counts {late} of other routers, which are over"
             if not router.proven():
                 return (
                     f"the index of {router.name} is not the workers' table: {router.router.index.unproven()}"
