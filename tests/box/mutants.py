@@ -283,6 +283,13 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
             ),
         ),
     ),
+    "scheduler: blocks of a step in flight are given away": (
+        (
+            "engine/scheduler.py",
+            "        if sequence.in_flight:\n            self._flights[-1]",
+            "        if False:\n            self._flights[-1]",
+        ),
+    ),
     "usage counts the last leg only": (
         (
             "router/flow.py",
@@ -345,7 +352,8 @@ def hunt(name: str, first: int, most: int) -> int:
         print(f"{name}: {error}")
         return 1
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
-    from faults import draw, play
+    from drawing import draw
+    from playing import play
 
     signal.signal(signal.SIGVTALRM, _too_long)
     for seed in range(first, first + most):
