@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
-from faults import Outcome, draw, play  # noqa: E402
+from drawing import draw  # noqa: E402
+from playing import Outcome, play  # noqa: E402
 
 _PORTION = 25
 """Seeds that a process takes at once: about two seconds of work."""

@@ -1,4 +1,4 @@
-"""Thousands of fault schedules over the whole fleet: see `faults.py` for what happens and what must hold."""
+"""Thousands of fault schedules: `faults.py` has what happens to a fleet, `playing.py` what must hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from faults import KINDS, draw, play
+from drawing import draw
+from faults import KINDS
+from playing import play
 from soak import how_to_replay
 
 PORTIONS, EACH = 8, 250
@@ -48,7 +50,8 @@ def test_a_seed_plays_the_same_twice() -> None:
 
 def test_a_seed_plays_the_same_in_every_process() -> None:
     """Whatever the hashes of strings, and so the order of sets, are there."""
-    code = "from faults import *; print([play(draw(seed)).digest() for seed in range(5100, 5115)])"
+    code = "from drawing import *; from playing import *; "
+    code += "print([play(draw(seed)).digest() for seed in range(5100, 5115)])"
     told = set()
     for salt in ("1", "2"):
         room = Path(__file__).resolve().parent

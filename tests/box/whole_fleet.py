@@ -1,8 +1,8 @@
 """The whole fleet of the tests: the simulator's, over a tiny exact model whose tokens depend on all KV before
 them, so that wrong KV shows as wrong text.
 
-Another `replica` brings a real model, `real_links` the real transports. `faults.py` draws what happens to its
-processes.
+Another `replica` brings a real model, `real_links` the real transports. `drawing.py` draws what happens to
+its processes.
 """
 
 from __future__ import annotations
