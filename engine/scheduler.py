@@ -792,9 +792,9 @@ class Scheduler:
             raise BadRequest(
                 f"block size {new.keys.block_size} in the hash keys; it is {self._block_size} here"
             )
-        if min(new.prompt) < 0 or max(new.prompt) >= 1 << 32 or (new.generated and min(new.generated) < 0):
-            raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt")
         highest = max(max(new.prompt), max(new.generated, default=0))
+        if min(new.prompt) < 0 or highest >= 1 << 32 or (new.generated and min(new.generated) < 0):
+            raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt")
         if highest >= self._vocabulary:
             # In a step it would end all sequences of its batch.
             raise BadRequest(
