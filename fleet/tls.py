@@ -80,13 +80,7 @@ class Tls:
         context.verify_mode = ssl.CERT_REQUIRED
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_verify_locations(cadata=self.ca.decode())
-        # OpenSSL's loader wants a file: this one is memory, and its name only this process's.
-        held = os.memfd_create("tls")
-        try:
-            os.write(held, self.cert.rstrip() + b"\n" + self.key)
-            context.load_cert_chain(f"/proc/self/fd/{held}")
-        finally:
-            os.close(held)
+        _load_pair(context, self.cert, self.key)
         return context
 
 
@@ -126,6 +120,37 @@ def names_in(certificate: dict[str, object] | None) -> list[str]:
     found = (certificate or {}).get("subjectAltName", ())
     assert isinstance(found, tuple)
     return [value for kind, value in found if kind == "DNS"]
+
+
+def _load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
+    """OpenSSL's loader wants a file: this one is memory, and its name only this process's. OSError."""
+    held = os.memfd_create("tls")
+    try:
+        os.write(held, cert.rstrip() + b"\n" + key)
+        context.load_cert_chain(f"/proc/self/fd/{held}")
+    finally:
+        os.close(held)
+
+
+def renewed(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Looks in each handshake whether the files of a server's context are others by now; from the next one on
+    it shows what they say. Files that are of no use change nothing."""
+    held = [(cert.read_bytes(), key.read_bytes())]
+
+    def look(connection: ssl.SSLObject, name: str, shown: ssl.SSLContext) -> None:
+        try:
+            pair = (cert.read_bytes(), key.read_bytes())
+            if pair == held[0]:
+                return
+            held[0] = pair
+            # A context is of no use after a pair that is none: they are tried in another one.
+            _load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *pair)
+            _load_pair(context, *pair)
+            log.info("TLS: %s was renewed", cert)
+        except (OSError, ValueError) as error:
+            log.warning("TLS goes on with what was read before: %s: %s", cert, error)
+
+    context.sni_callback = look
 
 
 def client_context(ca: Path, cert: Path | None, key: Path | None) -> ssl.SSLContext:

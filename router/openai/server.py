@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
+from fleet.tls import renewed
 from router.openai.asgi import Ingress
 from router.openai.protocol import bounded
 from router.openai.settings import HttpSettings
@@ -62,12 +64,6 @@ class HttpServer:
     @classmethod
     async def start(cls, ingress: Ingress, settings: HttpSettings, bind: str = "127.0.0.1") -> HttpServer:
         """OSError: the port is taken, the address is not of this host, or the certificate is none."""
-        listener = socket.create_server(
-            (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
-        )
-        _notice_silence(listener, settings.write_timeout_s)
-        # asyncio does so only for sockets whose protocol is named; uvloop for all.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(
             _for_browsers(ingress, settings) if settings.cors_origins else ingress,
             http=bounded(settings),
@@ -82,6 +78,16 @@ class HttpServer:
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
         )
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            config.load()
+            assert isinstance(config.ssl, ssl.SSLContext)
+            renewed(config.ssl, settings.tls_cert, settings.tls_key)
+        listener = socket.create_server(
+            (bind, settings.port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=2048
+        )
+        _notice_silence(listener, settings.write_timeout_s)
+        # asyncio does so only for sockets whose protocol is named; uvloop for all.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not task.done():

@@ -40,6 +40,51 @@ def test_https(serve: Any, says: Any, tmp_path: Path, events: Any) -> None:
     asyncio.run(main())
 
 
+def test_a_certificate_that_is_renewed_is_shown_without_a_restart(
+    serve: Any, says: Any, tmp_path: Path
+) -> None:
+    """What is half written, or gone, changes nothing."""
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    trust = []
+
+    def issue(cert: bool = True, key: bool = True) -> None:
+        ca = trustme.CA()
+        made = ca.issue_cert("127.0.0.1")
+        trust.append(ssl.create_default_context())
+        ca.configure_trust(trust[-1])
+        if cert:
+            files["tls_cert"].write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
+        if key:
+            made.private_key_pem.write_to_path(files["tls_key"])
+
+    async def main() -> None:
+        issue()
+        async with serve(says(""), **files) as site:
+
+            async def shown() -> list[bool]:
+                """By whose authority."""
+                found = []
+                for one in trust:
+                    async with httpx.AsyncClient(verify=one, timeout=30) as client:
+                        try:
+                            await client.get(f"https://127.0.0.1:{site.port}/health")
+                            found.append(True)
+                        except httpx.ConnectError:
+                            found.append(False)
+                return found
+
+            assert await shown() == [True]
+            issue(key=False)
+            assert await shown() == [True, False]
+            files["tls_key"].unlink()
+            assert await shown() == [True, False]
+            issue()
+            await shown()  # The first to come may still see the old one.
+            assert await shown() == [False, False, True]
+
+    asyncio.run(main())
+
+
 def test_half_of_a_pair() -> None:
     with pytest.raises(ValueError, match="together"):
         HttpSettings(tls_cert=Path("x"))
