@@ -83,7 +83,12 @@ def judge(
         conditions.add("Progressing", True, "ProgressDeadlineExceeded", f"{why_late}; {numbers}")
     else:
         reason = "Paused" if spec.rollout.paused else "RollingOut" if any(step.old.values()) else "Scaling"
-        conditions.add("Progressing", True, reason, f"{step.why}; {numbers}")
+        blind = (
+            "; attainment is not known: not all routers show their /metrics"
+            if reason == "RollingOut" and spec.rollout.min_attainment_percent and observed.judged is None
+            else ""
+        )
+        conditions.add("Progressing", True, reason, f"{step.why}; {numbers}{blind}")
     troubles = [
         (pod["metadata"]["name"], found)
         for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"]))

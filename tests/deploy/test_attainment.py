@@ -42,10 +42,12 @@ def test_it_goes_back_when_its_own_requests_miss_though_the_whole_fleet_does_wel
         s.looks.attainment = None
         await asyncio.sleep(30)
         assert not rolled_back(s), "missing figures change nothing"
+        assert "attainment is not known" in s.condition("Progressing")["message"]
         # 97 % of all. A request of an old prefill worker and a new decode worker is of both.
         s.looks.attainment = {
             old: Judged(10_700, 10_750), new: Judged(20, 50), "+".join(sorted((old, new))): Judged(50, 100),
         }  # fmt: skip
+        await s.until(lambda: "not known" not in s.condition("Progressing")["message"], 60)
         await s.until(lambda: rolled_back(s), 60)
         said = s.condition("RolledBack")["message"]
         assert "70 of 150 requests in which its workers had a part" in said
