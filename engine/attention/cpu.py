@@ -39,7 +39,10 @@ class CpuAttention:
         self._decode = kernels.function("decode_attention", dtype)
         self._gather = GatherAttention(pool)
         tiled = (
-            kernels.amx and dtype == torch.bfloat16 and layout.head_dim % 32 == 0 and layout.head_dim <= 256
+            kernels.products
+            and dtype == torch.bfloat16
+            and layout.head_dim % 32 == 0
+            and layout.head_dim <= 256
         )
         self._chunks = kernels.library.chunk_attention if tiled else None
 

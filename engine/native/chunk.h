@@ -1,4 +1,4 @@
-/* Attention of prompts in bf16 by matrix tiles: each row of a sequence over the KV before it and its own.
+/* Attention of prompts in bf16 by matrix tiles or dot instructions: each row of a sequence over the KV before it and its own.
 
    For each KV head the keys and values that are seen are first laid out as right-hand tiles, once for all rows
    and heads that share them; then 32 rows at a time go over 512 tokens at a time, with the running maximum and
@@ -83,28 +83,39 @@ static void lay_out(const Pages *keys, const Pages *values, int64_t first, int64
         }
 }
 
-/* 2 by 2 tiles of sums of `steps` products: left rows `stride` bytes apart, right tiles `next` bytes apart and
-   the second column's `beside` bytes further. */
-INLINE void tile_product(const char *above, const char *below, int64_t stride, const char *right, int64_t next,
-                         int64_t beside, int64_t steps, float *out, int64_t out_stride) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t i = 0; i < steps; i++, above += 64, below += 64, right += next) {
-        _tile_loadd(4, above, stride);
-        _tile_loadd(6, right, 64);
-        _tile_loadd(7, right + beside, 64);
-        _tile_loadd(5, below, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+/* out [rows, 32] = rows [32, 32 * steps], `stride` bytes apart, times right tiles `next` bytes apart from step to step,
+   and the second column's `beside` bytes further. Of tiles all 32 rows are read and written. */
+INLINE void panel_product(const char *above, int64_t stride, int64_t rows, const char *right, int64_t next,
+                          int64_t beside, int64_t steps, float *out, int64_t out_stride) {
+#if AMX
+    if (amx_allowed) {
+        const char *below = above + 16 * stride;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < steps; i++, above += 64, below += 64, right += next) {
+            _tile_loadd(4, above, stride);
+            _tile_loadd(6, right, 64);
+            _tile_loadd(7, right + beside, 64);
+            _tile_loadd(5, below, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, out, 4 * out_stride);
+        _tile_stored(1, out + 16, 4 * out_stride);
+        _tile_stored(2, out + 16 * out_stride, 4 * out_stride);
+        _tile_stored(3, out + 16 * out_stride + 16, 4 * out_stride);
+        return;
     }
-    _tile_stored(0, out, 4 * out_stride);
-    _tile_stored(1, out + 16, 4 * out_stride);
-    _tile_stored(2, out + 16 * out_stride, 4 * out_stride);
-    _tile_stored(3, out + 16 * out_stride + 16, 4 * out_stride);
+#endif
+    for (int64_t row = 0, some; row < rows; row += some) {
+        some = even_share(rows - row, MOST_ROWS);
+        dot_rows_bf16(above + row * stride, stride, some, right, next, beside, steps, 0, out + row * out_stride,
+                      out_stride);
+    }
 }
 
 /* 2^x to 4e-5, for x at most 0: far finer than the bf16 that weights become. */
@@ -157,7 +168,9 @@ EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *quer
 #pragma omp barrier
             if (!failed) { /* the same for all threads */
                 float *sum = mixed + 32 * 256;
-                product_tiles(16, 16);
+#if AMX
+                if (amx_allowed) product_tiles(16, 16);
+#endif
                 int64_t parts = (count + 31) / 32;
                 /* The last rows look at most: they go first, so that the threads end together. */
 #pragma omp for schedule(dynamic)
@@ -180,9 +193,9 @@ EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *quer
                     for (int64_t t0 = begin; t0 < stop; t0 += SPAN) {
                         int64_t some = stop - t0 < SPAN ? stop - t0 : SPAN, wide = (some + 31) / 32 * 32;
                         for (int64_t t = 0; t < wide; t += 32)
-                            tile_product((const char *)from, (const char *)(from + 16 * from_stride), 2 * from_stride,
-                                         k_tiles + (t0 - first + t) * 2 * dim, 1024, dim * 32, dim / 32, scores + t,
-                                         LINE);
+                            panel_product((const char *)from, 2 * from_stride, rows,
+                                          k_tiles + (t0 - first + t) * 2 * dim, 1024, dim * 32, dim / 32, scores + t,
+                                          LINE);
                         float change[32];
                         for (int64_t r = 0; r < rows; r++) {
                             float *line = scores + r * LINE;
@@ -220,9 +233,9 @@ EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *quer
                         }
                         for (int64_t r = rows; r < 32; r++) memset(weights + r * LINE, 0, 2 * wide);
                         for (int64_t j = 0; j < dim; j += 32)
-                            tile_product((const char *)weights, (const char *)(weights + 16 * LINE), 2 * LINE,
-                                         v_tiles + (t0 - first) * 2 * dim + j * 64, dim * 64, 1024, wide / 32,
-                                         sum + j, dim);
+                            panel_product((const char *)weights, 2 * LINE, rows,
+                                          v_tiles + (t0 - first) * 2 * dim + j * 64, dim * 64, 1024, wide / 32, sum + j,
+                                          dim);
                         for (int64_t r = 0; r < rows; r++)
                             for (int64_t j = 0; j < dim; j += 16) {
                                 f16v value = load16_f32(sum + r * dim + j);
@@ -237,7 +250,9 @@ EXPORT int32_t chunk_attention(const Step *step, int32_t layer, const bf16 *quer
                             store16_bf16(to + j, load16_f32(mixed + r * dim + j) * factor);
                     }
                 }
-                _tile_release();
+#if AMX
+                if (amx_allowed) _tile_release();
+#endif
             }
         }
     }

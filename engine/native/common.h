@@ -18,6 +18,15 @@
 #else
 #define AVX512 0
 #endif
+/* Dot products of bf16 and int8 in 512 bits; whatever has tiles has them. */
+#if AVX512 && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define DOTS 1
+#else
+#define DOTS 0
+#endif
+
+/* Bytes that weights are asked for ahead of their use, where few rows make memory the limit. */
+#define AHEAD 4096
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
@@ -97,7 +106,7 @@ INLINE void load32_bf16(const bf16 *at, f16v *first, f16v *second) {
 INLINE int64_t place_bf16(int64_t j) { return j % 2 * 16 + j / 2; }
 
 INLINE void store16_bf16(bf16 *at, f16v values) {
-#if AMX
+#if DOTS
     _mm256_storeu_si256((__m256i *)at, (__m256i)_mm512_cvtneps_pbh((__m512)values));
 #else
     u16v bits = (u16v)values;
@@ -161,7 +170,7 @@ INLINE void prefetch(const void *at, int64_t bytes) {
 }
 
 /* Memory of this thread that grows and stays, so that steps do not fault pages in. NULL: there is none. */
-#define SCRATCHES 6
+#define SCRATCHES 7
 INLINE void *scratch(int which, size_t bytes) {
     static __thread void *kept[SCRATCHES];
     static __thread size_t sizes[SCRATCHES];

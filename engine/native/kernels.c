@@ -33,6 +33,9 @@ static void softmax(float *scores, int64_t tokens, int64_t lanes, float scale, f
 
 #if AMX
 #include "amx.h"
+#endif
+#if DOTS
+#include "dots.h"
 #include "products.h"
 #include "chunk.h"
 #endif
@@ -147,7 +150,10 @@ EXPORT int64_t draw(const float *x, int64_t width, float best, float heat, float
     return winner;
 }
 
-/* Whether the kernels for AMX are in and the system lets this process use it. */
+/* Whether products and attention of prompts are in. */
+EXPORT int32_t has_products(void) { return DOTS; }
+
+/* Whether they use matrix tiles: the processor has them, and the system lets this process use them. */
 EXPORT int32_t has_amx(void) {
 #if AMX
     return allow_amx();

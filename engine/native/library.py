@@ -56,14 +56,14 @@ _SIGNATURES = {
 }
 """Of functions there is one of for each type, by its suffix."""
 
-_TILE_SIGNATURES = {
+_PRODUCT_SIGNATURES = {
     "chunk_attention": _ATTENTION,
     "pack_bf16": (c_void_p, c_void_p, c_int64, c_int64),
     "pack_int8": (c_void_p, c_void_p, c_int64, c_int64),
     "product_bf16": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int64),
-    "product_int8": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int64),
+    "product_int8": (*(c_void_p,) * 6, c_int32, c_int64, c_int64, c_int64),
 }
-"""Of functions that are there only where there are matrix tiles."""
+"""Of functions that are there only where the processor multiplies bfloat16."""
 
 _FAIL = ("decode_attention", "chunk_attention", "product_int8")
 """These return 1 where they had no memory, else 0; the others nothing."""
@@ -76,8 +76,10 @@ class Native:
     """The loaded kernels. Addresses are checked by nobody: callers hold tensors of the right shape."""
 
     library: ctypes.CDLL
+    products: bool
+    """Whether there are products, and attention of prompts, in bfloat16."""
     amx: bool
-    """Whether there are kernels for matrix tiles of bfloat16, and this process may use them."""
+    """Whether those use matrix tiles: the processor has them, and this process may use them."""
 
     def function(self, name: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
         found: ctypes._NamedFuncPointer = getattr(self.library, f"{name}_{_SUFFIXES[dtype]}")
@@ -113,9 +115,10 @@ def _declare(library: ctypes.CDLL) -> Native:
     library.highest.restype = None
     library.draw.argtypes = (c_void_p, c_int64, c_float, c_float, c_float, c_int32, c_int32)
     library.draw.restype = c_int64
-    library.has_amx.argtypes, library.has_amx.restype = (), c_int32
-    amx = bool(library.has_amx())
-    for name, arguments in _TILE_SIGNATURES.items() if amx else ():
+    for has in (library.has_products, library.has_amx):
+        has.argtypes, has.restype = (), c_int32
+    amx, products = bool(library.has_amx()), bool(library.has_products())
+    for name, arguments in _PRODUCT_SIGNATURES.items() if products else ():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int32 if name in _FAIL else None
-    return Native(library, amx)
+    return Native(library, products, amx)

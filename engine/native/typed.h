@@ -175,6 +175,11 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
                 memset(mixed, 0, count * dim * sizeof(float));
 #if AMX
                 int tiled = NAME(begin_tiles)(asked, count, lanes, dim, size);
+#else
+                int tiled = 0;
+#endif
+#if DOTS
+                const T *padded = tiled ? NULL : NAME(pad_queries)(asked, count, lanes, dim);
 #endif
                 for (int64_t t = first; t < end;) {
                     int64_t offset = t % size, some = size - offset < end - t ? size - offset : end - t;
@@ -184,6 +189,11 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
 #if AMX
                     if (tiled)
                         NAME(tile_dots)(keys, some, dim, lanes, to);
+                    else
+#endif
+#if DOTS
+                    if (padded)
+                        NAME(dot_scores)(keys, some, dim, padded, lanes, to);
                     else
 #endif
                         NAME(dots)(keys, some, dim, wide, lanes, count, to);
