@@ -168,6 +168,7 @@ def test_every_value_has_its_line(tmp_path: Path) -> None:
         ("controller.replicas=0", "minimum"),
         ("contoller.replicas=2", "contoller"),
         ("fleet.name=Demo", "pattern"),
+        ("fleet.spec=null", "missing property 'spec'"),
         ("image.pullSecrets[0].nme=x", "nme"),
         ("fleet.create=true", "fleet.spec.control.etcd and .nats are needed"),
     ],
