@@ -1,16 +1,20 @@
 """Decode steps of a random model of 1B class against their byte floor: weights and KV read once.
 
 `python -m benchmarks.gpu.step [--dry]`. `gpu/decode-step` is the whole step as the engine waits for it: plan,
-upload, graph, draw, tokens on the host. `gpu/decode-graph` is the device's part alone. `gpu/prefill` is a
-prompt against the device's matrix rate.
+upload, graph, draw, tokens on the host. `gpu/decode-graph` is the device's part alone. `gpu/engine-step` is
+the time from step to step of a whole engine, with and without a second step in flight (`engine.overlap`).
+`gpu/prefill` is a prompt against the device's matrix rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -18,6 +22,7 @@ import torch
 from benchmarks.gpu.random_model import ONE_B, TINY, write
 from benchmarks.gpu.timing import copy_rate, device_of, median, name_of, product_rate, seconds
 from benchmarks.report import emit
+from engine.settings import EngineSettings
 
 TARGET = 0.7
 
@@ -35,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(folder: Path, device: torch.device, dry: bool) -> None:
     from engine.build import build_runner
-    from engine.settings import EngineSettings
     from engine.torch_runner import TorchRunner
 
     copies = copy_rate(device, 1 << (16 if dry else 32))
@@ -52,6 +56,8 @@ def measure(folder: Path, device: torch.device, dry: bool) -> None:
     context = 12 if dry else 1024
     for batch in (1, 2) if dry else (1, 8, 64):
         decodes(runner, batch, context, copies, 2 if dry else 100)
+        for overlap in ("off", "on"):
+            served(runner, replace(settings, overlap=overlap), batch, context, copies, 3 if dry else 100)
     prefill(runner, 12 if dry else 8192, products, runner.budget.weights // 2, 1 if dry else 5)
 
 
@@ -94,6 +100,51 @@ def decodes(runner: object, batch: int, context: int, copies: float, rounds: int
             alone = seconds(lambda: graphs.logits(plan, size), runner.device, rounds)
         emit("gpu/decode-graph", "ms", [s * 1000 for s in alone], **about, target=TARGET,
              ratio=floor / median(alone))  # fmt: skip
+
+
+def served(
+    runner: object, settings: EngineSettings, batch: int, context: int, copies: float, tokens: int
+) -> None:
+    """Decodes by the engine's loop; `context` is that of the last step."""
+    from engine.loop import Engine
+    from engine.torch_runner import TorchRunner
+    from engine.words import NewSequence, StepReport
+    from fleet.block_hash import HashKeys
+    from fleet.request import Sampling
+
+    assert isinstance(runner, TorchRunner)
+    assert runner.budget is not None
+    times: list[float] = []
+    ended: set[str] = set()
+
+    async def main() -> None:
+        done = asyncio.Event()
+
+        def hear(report: StepReport) -> None:
+            if len(report.drawn) == batch:
+                times.append(time.perf_counter())
+            ended.update(end.id for end in report.finished)
+            if len(ended) == batch:
+                done.set()
+
+        engine = Engine(runner, settings, hear)
+        running = asyncio.create_task(engine.run())
+        keys, drawn = HashKeys("m", settings.block_size), Sampling(tokens, temperature=0.0)
+        for number in range(batch):
+            prompt = tuple((7 * number + i) % 50 for i in range(max(1, context - tokens)))
+            engine.add(NewSequence(str(number), prompt, drawn, keys))
+        await done.wait()
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(main())
+    samples = [b - a for a, b in pairwise(times)]
+    kv = batch * context * runner.layout.block_bytes // runner.layout.block_size
+    floor = (runner.budget.weights + kv) / copies
+    emit("gpu/engine-step", "ms", [s * 1000 for s in samples], batch=batch, context=context,
+         overlap=settings.overlap, device=name_of(runner.device), limit=floor * 1000,
+         limit_is="weights and KV at the rate of copies", target=TARGET if settings.overlap == "on" else None,
+         ratio=floor / median(samples))  # fmt: skip
 
 
 def prefill(runner: object, tokens: int, products: float, numbers: int, rounds: int) -> None:

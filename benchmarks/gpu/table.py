@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-SHOWN = ("batch", "sequences", "context", "tokens", "before", "dim", "block", "pair")
+SHOWN = ("batch", "sequences", "context", "tokens", "before", "dim", "block", "pair", "overlap")
 
 
 def rows(lines: Iterable[str]) -> Iterator[tuple[str, ...]]:

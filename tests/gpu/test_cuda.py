@@ -104,6 +104,35 @@ def test_graphs_are_used(folder: Path) -> None:
     assert runner._graphs.sizes == (1, 2, 4, 8, 16)
 
 
+@pytest.mark.parametrize("settings", [{}, {"graphs": False}], ids=["graphs", "eager"])
+def test_steps_asked_for_before_tokens_are_known_say_what_one_after_the_other_says(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    lengths, new = (600, 3, 17), 12
+    runner = runner_of(folder, **settings)
+
+    async def ahead() -> list[list[int | None]]:
+        tables = [tuple(range(40 * i, 40 * i + 40)) for i in range(len(lengths))]
+        asked = []
+        for slot, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+            prompt = tuple(7 * i % 500 for i in range(3, 3 + length))
+            asked.append(runner.run(Batch((Chunk(slot, prompt, 0, table, True, GREEDY),))))
+        for step in range(new):
+            chunks = [
+                Chunk(slot, (0,), length + step, table, True, GREEDY, carried=True)
+                for slot, (length, table) in enumerate(zip(lengths, tables, strict=True))
+            ]
+            asked.append(runner.run(Batch(tuple(chunks))))
+        results = await asyncio.gather(*asked)
+        return [
+            [results[slot].tokens[0], *(result.tokens[slot] for result in results[len(lengths) :])]
+            for slot in range(len(lengths))
+        ]
+
+    known = list(texts(runner, lengths, new))
+    assert asyncio.run(ahead()) == [tokens[length:] for tokens, length in zip(known, lengths, strict=True)]
+
+
 def test_a_step_that_runs_out_of_memory_costs_nobody_anything(folder: Path) -> None:
     runner = runner_of(folder, max_step_tokens=1024)
     prompt = tuple(7 * i % 500 for i in range(1024))
