@@ -239,6 +239,11 @@ class Legs:
         early, now, account = self._early, self._loop.time(), self._account
         if early is None:
             return None
+        lent, ticket = self._early_ticket, self._known.ticket
+        if lent is None or ticket is None or lent.lease != ticket.lease:
+            # Its path to the KV broke, and the loan with it: one that begins now can read all of it.
+            self._drop_early(CancelReason.MOVED)
+            return None
         try:
             early.link.proceed(early.stream, tuple(self._known.generated))
         except WorkerLost:

@@ -118,6 +118,8 @@ class Script:
     """Says `Lent` in the middle of the prompt."""
     die_lending: bool = False
     """The process is gone after that."""
+    lend_anew: bool = False
+    """What it said there does not stand until the end: the whole is under another lease."""
     early_error: str = ""
     """Jobs whose prompt is still being computed end at once with this error."""
     queued_tokens: int = 0
@@ -220,13 +222,15 @@ class ScriptedWorker:
             if script.die_lending:
                 self.die()
                 return
+            if script.lend_anew:
+                kv = replace(kv, lease=LeaseId(f"{kv.lease}/anew"))
         if not await self._alive(end, job.stream, 0):
             return
         self.store(job.request)
         finish = script.finish_with_first
         ticket = None
         if finish is None and script.keep:
-            self.leases[lease] = job.request.id
+            self.leases[kv.lease] = job.request.id
             ticket = kv
         end.send(Frame(prefilled=(Prefilled(job.stream, answer(0), None, ticket, 0, finish),)))
 

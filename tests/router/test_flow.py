@@ -334,6 +334,22 @@ def test_an_early_leg_that_fails_costs_the_request_nothing(error: str) -> None:
     in_fleet(body, prefill=(Script(lend=True),), decode=(Script(early_error=error),))
 
 
+def test_an_early_leg_whose_loan_has_ended_makes_way_for_one_that_reads_the_whole() -> None:
+    async def body(fleet: Fleet) -> None:
+        got = await ask_and_settle(fleet, request())
+        assert len(got.tokens) == 8, got.error
+        jobs = [job for w in fleet.workers.values() for job in w.jobs if isinstance(job, DecodeJob)]
+        early, late = [job.ticket for job in jobs]
+        assert early is not None
+        assert late is not None
+        assert late.lease == f"{early.lease}/anew"
+        assert [job.generated for job in jobs] == [(), (answer(0),)]
+        counters = fleet.router.flow.counters
+        assert (counters["early_handoffs"], counters["handoffs"], counters["failovers"]) == (0, 1, 0)
+
+    in_fleet(body, prefill=(Script(lend=True, lend_anew=True),))
+
+
 def test_every_decode_worker_is_asked_once_to_begin_early() -> None:
     async def body(fleet: Fleet) -> None:
         assert len((await ask_and_settle(fleet, request())).tokens) == 8
