@@ -17,7 +17,7 @@ import kv_transfer.lease
 from engine.latency_runner import LatencyModel
 from engine.settings import EngineSettings
 from fleet.chassis import ChassisSettings
-from fleet.request import Sampling
+from fleet.request import Request, Sampling
 from fleet.virtual_time import run
 from router.settings import CostSettings, FlowSettings, IndexSettings, RouterSettings
 
@@ -89,3 +89,21 @@ def test_what_is_held_after_many_requests_is_what_was_held_after_few(
         more = f"{later.total() - kinds.total()} objects more, {(later - kinds).most_common(5)}"
         assert later.total() - kinds.total() < PART / 2, more
         assert later_size - size < 100 * PART, f"{later_size - size} bytes more; {more}"
+
+
+def test_a_request_that_is_over_is_freed_before_anybody_looks_for_cycles() -> None:
+    """Its prompt may be long, and looking takes time from all the others."""
+
+    async def main() -> int:
+        async with Box(1, 1, latency=FAST) as box:
+            gc.collect()
+            gc.disable()
+            try:
+                for number in range(40):
+                    answer = await box.ask(box.request(range(100), Sampling(max_tokens=3), number))
+                    assert answer.error is None
+                return sum(isinstance(one, Request) for one in gc.get_objects())
+            finally:
+                gc.enable()
+
+    assert run(main(), horizon_s=600) < 8
