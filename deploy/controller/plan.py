@@ -35,7 +35,7 @@ from deploy.controller.resource import (
     RolloutStatus,
 )
 from deploy.controller.rollout import Side, Step, next_step, shrink
-from deploy.controller.scene import Scene, count, made_by, ready_routers, stamp
+from deploy.controller.scene import Scene, count, made_by, router_pods, routers_settled, stamp
 from deploy.controller.words import (
     Action,
     Apply,
@@ -128,8 +128,14 @@ def plan(observed: Observed, now: float) -> Plan:
     if target not in specs:
         target = asked  # What it would go back to cannot be made any more.
 
-    step = _step(scene, specs, target, agreement.wanted, spec)
-    rollout, why_failed = progress(before, scene, observed.judged, target, agreement.wanted, step, spec, now)
+    # New workers may be such that only new routers find them: old ones are not let go for those alone.
+    held = target == asked and not routers_settled(scene, renderer.name)
+    behind = before.rollout.step if before.update_revision == asked else 0
+    step = _step(scene, specs, target, agreement.wanted, spec, behind if held else None)
+    routers = router_pods(observed, renderer.name, now) if held else []
+    rollout, why_failed = progress(
+        before, scene, observed.judged, target, agreement.wanted, step, spec, routers, now
+    )
     if why_failed and target == asked and before.revision in specs and before.revision != asked:
         failed, target = asked, before.revision
         draft.actions.append(Say("RolledBack", f"revision {asked} has failed: {why_failed}", "Warning"))
@@ -148,7 +154,7 @@ def plan(observed: Observed, now: float) -> Plan:
     if step.complete and before.revision != target:
         draft.actions.append(Say("Settled", f"all workers are of revision {target}"))
     counts = {role: count(scene, role, target, agreement.wanted[role]) for role in ROLES}
-    routers = ready_routers(observed, renderer.name)
+    ready = sum(one.ready for one in router_pods(observed, renderer.name, now))
     conditions = Conditions(fleet, before, now)
     judge(
         conditions,
@@ -156,7 +162,7 @@ def plan(observed: Observed, now: float) -> Plan:
         scene,
         spec,
         counts,
-        routers,
+        ready,
         step,
         failed,
         failed_reason,
@@ -172,7 +178,7 @@ def plan(observed: Observed, now: float) -> Plan:
         failed_reason=failed_reason,
         prefill=counts["prefill"],
         decode=counts["decode"],
-        routers_ready=routers,
+        routers_ready=ready,
         rollout=rollout,
         conditions=conditions.found,
     )
@@ -197,7 +203,12 @@ def _readable(scene: Scene, spec: FleetSpec) -> dict[str, FleetSpec]:
 
 
 def _step(
-    scene: Scene, specs: Mapping[str, FleetSpec], target: str, wanted: Mapping[str, int], spec: FleetSpec
+    scene: Scene,
+    specs: Mapping[str, FleetSpec],
+    target: str,
+    wanted: Mapping[str, int],
+    spec: FleetSpec,
+    most: int | None = None,
 ) -> Step:
     sides = {}
     for role in ROLES:
@@ -213,7 +224,7 @@ def _step(
             old_stuck=sum(one.trouble is not None for one in there if not one.leaving),
         )
     rollout = spec.rollout
-    return next_step(sides, rollout.max_surge_percent, rollout.max_unavailable_percent, rollout.paused)
+    return next_step(sides, rollout.max_surge_percent, rollout.max_unavailable_percent, rollout.paused, most)
 
 
 def _workers(

@@ -38,7 +38,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A pod of a worker; of a group the leader's."""
+    """A pod of a worker, of a group the leader's; or of a router."""
 
     pod: str
     role: str
@@ -48,6 +48,8 @@ class Worker:
     gone: bool
     """Leaving for so long that its place is not waited for."""
     restarts: int
+    created: float
+    """Seconds since 1970."""
     address: str
     marked: bool
     unscheduled: bool
@@ -90,6 +92,7 @@ def worker(pod: Object, now: float) -> Worker:
         gone=status.get("phase") in ("Failed", "Succeeded")
         or (leaving and now > seconds(meta["deletionTimestamp"]) + OVERDUE_S),
         restarts=sum(one.get("restartCount", 0) for one in status.get("containerStatuses", [])),
+        created=seconds(meta["creationTimestamp"]) if "creationTimestamp" in meta else 0.0,
         address=status.get("podIP", ""),
         marked=cost == str(MARKED),
         unscheduled=condition(pod, "PodScheduled").get("status") == "False",

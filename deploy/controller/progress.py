@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from deploy.controller.pods import seconds
+from deploy.controller.pods import Worker, seconds
 from deploy.controller.render import ROLES, revision
 from deploy.controller.resource import FleetSpec, FleetStatus, RolloutStatus
 from deploy.controller.rollout import Step
@@ -22,9 +22,11 @@ def progress(
     wanted: Mapping[str, int],
     step: Step,
     spec: FleetSpec,
+    routers: Sequence[Worker],
     now: float,
 ) -> tuple[RolloutStatus, str]:
-    """How far it is, and why it has failed; empty: it has not."""
+    """How far it is, and why it has failed; empty: it has not. `routers`: those that have to be
+    ready first."""
     last = before.rollout
     ready = sum(scene.ready(role, target) for role in ROLES)
     if before.update_revision != revision(spec) or not last.started:
@@ -40,6 +42,7 @@ def progress(
     if step.complete or spec.rollout.paused:
         return last, ""
     new = [one for one in scene.workers if one.revision == target and not one.leaving]
+    new += [one for one in routers if one.created >= seconds(last.started) and not one.leaving]
     for one in new:
         if not one.ready and one.restarts >= spec.rollout.max_restarts:
             said = f": {one.trouble.message}" if one.trouble else ""
@@ -60,11 +63,8 @@ def progress(
     waits = [one for one in new if not one.ready and not one.unscheduled]
     limit = rule.progress_deadline_seconds
     if waits and now - seconds(last.progressed) > limit:
-        said = "; ".join(f"{one.pod}: {one.trouble.message}" for one in waits[:3] if one.trouble)
-        return (
-            last,
-            f"none of {len(waits)} new workers got ready in {limit} s{': ' + said if said else ''}",
-        )
+        said = "; ".join(f"{one.pod}: {one.trouble.message}" if one.trouble else one.pod for one in waits[:3])
+        return last, f"none of {len(waits)} new pods got ready in {limit} s: {said}"
     return last, ""
 
 

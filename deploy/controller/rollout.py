@@ -42,9 +42,14 @@ def part(percent: int, wanted: int) -> int:
 
 
 def next_step(
-    sides: Mapping[str, Side], surge_percent: int, unavailable_percent: int, paused: bool = False
+    sides: Mapping[str, Side],
+    surge_percent: int,
+    unavailable_percent: int,
+    paused: bool = False,
+    most: int | None = None,
 ) -> Step:
-    """Absolute numbers: acting on an old picture twice is acting on it once."""
+    """Absolute numbers: acting on an old picture twice is acting on it once. `most`: steps that may count as
+    done, as routers are not ready for more; None: all."""
     surge = {role: part(surge_percent, side.wanted) for role, side in sides.items()}
     missing = {role: part(unavailable_percent, side.wanted) for role, side in sides.items()}
     steps = max(
@@ -59,6 +64,8 @@ def next_step(
         for step in range(steps + 1)
         if all(side.new_ready >= goal(role, step) for role, side in sides.items())
     )
+    held = most is not None and done > most
+    done = done if most is None else min(done, most)
     alone = all(side.old == 0 and side.old_there == 0 for side in sides.values())
     if alone:
         new = {role: side.wanted for role, side in sides.items()}
@@ -81,6 +88,8 @@ def next_step(
         new[role] = started if paused else min(side.wanted, max(started, min(goal(role, ahead), room)))
     if paused:
         why = f"paused after step {done} of {steps}"
+    elif held:
+        why = f"step {ahead} of {steps}: waiting for routers to be ready"
     elif done == steps:
         why = "the last of the old ones leave"
     elif any(new[role] < goal(role, ahead) for role in sides):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from deploy.controller.pods import Worker, condition, workers
+from deploy.controller.pods import Worker, worker, workers
 from deploy.controller.render import (
     DEPLOYMENTS,
     FLEET_LABEL,
@@ -112,14 +112,9 @@ def routers_settled(scene: Scene, name: str) -> bool:
     )
 
 
-def ready_routers(observed: Observed, name: str) -> int:
+def router_pods(observed: Observed, name: str, now: float) -> list[Worker]:
     own = selector(name, "router").items()
-    return sum(
-        own <= pod["metadata"].get("labels", {}).items()
-        and "deletionTimestamp" not in pod["metadata"]
-        and condition(pod, "Ready").get("status") == "True"
-        for pod in observed.pods
-    )
+    return [worker(pod, now) for pod in observed.pods if own <= pod["metadata"].get("labels", {}).items()]
 
 
 def stamp(now: float) -> str:

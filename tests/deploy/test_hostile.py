@@ -223,6 +223,40 @@ def test_what_the_api_server_lets_through_fails_a_revision_and_no_fleet(name: st
     play(story)
 
 
+def test_old_workers_are_not_let_go_for_new_ones_that_no_router_finds() -> None:
+    """A certificate of another name, an etcd that is another one: new workers are ready, and of no use."""
+
+    async def story(s: Scene) -> None:
+        s.create(prefill={"replicas": 2}, decode={"replicas": 4}, rollout={"progressDeadlineSeconds": 90})
+        await s.settle()
+        old = s.fleet()["status"]["revision"]
+
+        def behave(pod: Object) -> Behaviour:
+            late = {"pdfleet:lost": float("inf"), "pdfleet:late": 45.0}
+            image = pod["spec"]["containers"][0]["image"]
+            return Behaviour(late.get(image, 1.0) if "router" in pod["metadata"]["name"] else 1.0)
+
+        s.behaviours = behave
+        s.change(image="pdfleet:lost")
+        await s.until(lambda: s.ready("decode") > 4)
+        while s.condition("RolledBack")["status"] == "False":
+            assert (s.ready("prefill", revision=old), s.ready("decode", revision=old)) == (2, 4)
+            assert s.condition("Progressing")["status"] == "True"
+            await asyncio.sleep(1)
+        assert "demo-router-" in s.condition("RolledBack")["message"]
+        await s.settle()
+        assert s.ready("decode", revision=old) == s.ready("decode") == 4
+        # Those that take longer are waited for.
+        s.change(image="pdfleet:late")
+        await s.until(lambda: "waiting for routers" in s.condition("Progressing")["message"])
+        assert s.ready("decode", revision=old) == 4
+        await s.settle()
+        assert s.ready("decode", revision=old) == 0
+        assert s.condition("RolledBack")["status"] == "False"
+
+    play(story)
+
+
 @pytest.mark.parametrize("change", ["image", "nothing"])
 def test_a_fleet_that_is_deleted_at_any_moment_leaves_nothing(change: str) -> None:
     """Its neighbour does not notice."""
