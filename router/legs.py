@@ -164,9 +164,11 @@ class Legs:
 
     def keep(self, ticket: KvTicket | None, link: Link, now: float) -> None:
         """The prompt's KV waits for who reads it."""
+        self.release()
         self._known.ticket, self._ticket_at = ticket, now
         if ticket is not None:
             self._held = (link, ticket.lease)
+            self._flow.roster.keeps(link.card.id, ticket.lease)
 
     def release(self) -> None:
         """Nobody wants it any more. Idempotent."""
@@ -174,6 +176,7 @@ class Legs:
         if self._held is not None:
             link, lease = self._held
             self._held = None
+            self._flow.roster.keeps_no_more(link.card.id, lease)
             link.release(lease)
 
     def _give_up_kv(self, why: str, now: float) -> None:

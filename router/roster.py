@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from fleet.block_hash import HASH_SPEC
 from fleet.events import Dispatch, LoadReport, Settled
-from fleet.ids import Incarnation, RequestId, WorkerId
+from fleet.ids import Incarnation, LeaseId, RequestId, WorkerId
 from fleet.kv_layout import Fingerprint, KvLayout
 from fleet.member import MemberState, Role, WorkerCard
 from router.settings import CostSettings, UnknownSettings
@@ -50,8 +50,8 @@ class Standing:
     listed: bool = True
     """Whether the registry shows it; one that vanished in a crowd is kept while its session lives."""
     parted: bool = False
-    """It vanished alone and gets nothing new, but what it runs for us goes on while its session lives: that
-    a lease lapsed is no reason to tear a stream from a worker that speaks."""
+    """It vanished alone and gets nothing new, but what it runs and keeps for us stays while its session lives:
+    that a lease lapsed is no reason to tear a stream from a worker that speaks."""
     link: LinkState = LinkState.OPENING
     report: LoadReport | None = None
     """The last one, while it is young enough to count."""
@@ -59,6 +59,8 @@ class Standing:
     worked_at: float = 0.0
     """When a report last showed work there; long after that its measured speeds are old news."""
     sent: dict[RequestId, _Sent] = field(default_factory=dict)
+    kept: set[LeaseId] = field(default_factory=set)
+    """KV there that requests of this router wait to have read."""
     own_tokens: int = 0
     """Of all in `sent`."""
     others: dict[tuple[Incarnation, RequestId], _Sent] = field(default_factory=dict)
@@ -258,7 +260,7 @@ class Roster:
             alive = worker.link is LinkState.UP and worker.card.state is MemberState.READY
             if worker.id not in self.refused and alive:
                 doubtful = suspect if worker.listed else not worker.parted
-                if doubtful or worker.sent:
+                if doubtful or worker.sent or worker.kept:
                     if worker.listed and doubtful:
                         doubted.append(worker.id)
                     worker.listed, worker.parted = False, not doubtful
@@ -346,6 +348,15 @@ class Roster:
         self._discount(standing, sent)
         self._refresh(standing)
         self.tell(Settled(worker, request))
+
+    def keeps(self, worker: WorkerId, lease: LeaseId) -> None:
+        """It has KV for a request of this router, which nobody reads yet."""
+        if (standing := self._workers.get(worker)) is not None:
+            standing.kept.add(lease)
+
+    def keeps_no_more(self, worker: WorkerId, lease: LeaseId) -> None:
+        if (standing := self._workers.get(worker)) is not None:
+            standing.kept.discard(lease)
 
     # -- what other routers do
 

@@ -216,6 +216,7 @@ class SimRouter:
         assert ended == flow.counters["requests"], dict(flow.counters)
         for worker in self.router.roster.workers():
             assert not worker.sent, f"{self.name} counts requests at {worker.id} that are over"
+            assert not worker.kept, f"{self.name} counts KV at {worker.id} that nobody waits for"
         assert not self.sent_by_others(), f"{self.name} counts {self.sent_by_others()}, which are over"
         for link in self.router.links.values():
             assert len(link) == 0, f"{self.name} has streams at {link.card.id}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from scripted_worker import PRINT, card, report
 
-from fleet.ids import RequestId
+from fleet.ids import LeaseId, RequestId
 from fleet.member import MemberState, Role, WorkerCard
 from router.roster import LinkState, Roster
 from router.settings import UnknownSettings
@@ -95,6 +95,15 @@ def test_what_a_worker_runs_goes_on_when_its_lease_lapses_but_it_gets_nothing_ne
     made.sent(D2.id, RequestId("s"), 100, 7)
     made.apply_view(view(P1, D1))
     assert made.apply_link(D2.id, D2.incarnation, LinkState.LOST).left == (D2,)
+
+
+def test_what_a_worker_keeps_for_a_reader_stays_when_its_lease_lapses() -> None:
+    made = roster(P1, D1, D2)
+    made.keeps(P1.id, LeaseId("l"))
+    assert made.apply_view(view(D1, D2)).left == ()
+    assert usable(made) == {"d1", "d2"}
+    made.keeps_no_more(P1.id, LeaseId("l"))
+    assert made.apply_view(view(D1, D2)).left == (P1,), "nobody waits for anything there any more"
 
 
 def test_a_restarted_worker_is_another_one() -> None:
