@@ -50,7 +50,7 @@ class Standing:
     listed: bool = True
     """Whether the registry shows it; one that vanished in a crowd is kept while its session lives."""
     parted: bool = False
-    """It vanished alone and gets nothing new, but what it runs and keeps for us stays while its session lives:
+    """It vanished alone and gets nothing new; what it runs and keeps for us stays while its session lives:
     that a lease lapsed is no reason to tear a stream from a worker that speaks."""
     link: LinkState = LinkState.OPENING
     report: LoadReport | None = None
