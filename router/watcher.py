@@ -105,6 +105,9 @@ class Router:
         self._cards: dict[str, tuple[bytes, WorkerCard | str]] = {}
         """By key of the registry: as it was read last, or why it could not be."""
         self._unfound: frozenset[WorkerId] = frozenset()
+        self._starting = asyncio.Lock()
+        """Held for a turn of the loop by whoever asks for a part: what is asked at once comes at once, and
+        decoding a part takes as long as taking it in."""
         self._loading = asyncio.Lock()
         """Held while one part of a snapshot is taken in, and until the loop has looked around."""
 
@@ -371,6 +374,8 @@ class Router:
         workers that are asked at once hold up no request."""
         number, timeout_s = 0, self.settings.watch.snapshot_timeout_s
         while True:
+            async with self._starting:
+                await asyncio.sleep(0)
             part = await self._wire.snapshot(card.address, timeout_s, number)
             async with self._loading:
                 outcome = self.index.load_snapshot(part)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import subprocess
@@ -362,6 +363,8 @@ def bench_recovery(workers: int, blocks: int) -> None:
         await asyncio.gather(running, return_exceptions=True)
         return wall, cpu, turns, router.index
 
+    gc.collect()
+    gc.freeze()  # What the workers hold would be in other processes, and not be looked through in this one.
     before = memory()
     wall, cpu, turns, index = asyncio.run(recover())
     size = {"workers": workers, "blocks": index.size}
