@@ -33,7 +33,7 @@ SMALL = ("--flow.records", "128", "--index.max-hints", "2000")
 """Of what a router remembers, and `--kv-bytes`: so little that all of it is full after the warm-up."""
 WARM_UP = 0.2
 """Share of the run before growth is measured."""
-MAY_GROW = {"rss_bytes": 16 << 20, "descriptors": 8, "threads": 2, "tasks": 16}
+MAY_GROW = {"rss_bytes": 6 << 20, "descriptors": 8, "threads": 2, "tasks": 16}
 """From the first to the last quarter after the warm-up, by medians: noise of a load that comes and goes."""
 
 
