@@ -35,7 +35,7 @@ from deploy.controller.resource import (
     RolloutStatus,
 )
 from deploy.controller.rollout import Side, Step, next_step, shrink
-from deploy.controller.scene import Scene, count, made_by, router_pods, routers_settled, stamp
+from deploy.controller.scene import Scene, count, made_by, router_pods, some_router_ready, stamp
 from deploy.controller.words import (
     Action,
     Apply,
@@ -129,7 +129,7 @@ def plan(observed: Observed, now: float) -> Plan:
         target = asked  # What it would go back to cannot be made any more.
 
     # New workers may be such that only new routers find them: old ones are not let go for those alone.
-    held = target == asked and not routers_settled(scene, renderer.name)
+    held = target == asked and not some_router_ready(scene, renderer.name)
     behind = before.rollout.step if before.update_revision == asked else 0
     step = _step(scene, specs, target, agreement.wanted, spec, behind if held else None)
     routers = router_pods(observed, renderer.name, now) if held else []

@@ -89,7 +89,7 @@ def next_step(
     if paused:
         why = f"paused after step {done} of {steps}"
     elif held:
-        why = f"step {ahead} of {steps}: waiting for routers to be ready"
+        why = f"step {ahead} of {steps}: waiting for a router to be ready"
     elif done == steps:
         why = "the last of the old ones leave"
     elif any(new[role] < goal(role, ahead) for role in sides):

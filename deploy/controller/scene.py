@@ -112,6 +112,19 @@ def routers_settled(scene: Scene, name: str) -> bool:
     )
 
 
+def some_router_ready(scene: Scene, name: str) -> bool:
+    """Whether one is ready that is of the template that they are to have, if there are to be any. Not all:
+    one without a place must not hold up workers."""
+    made = scene.by_name.get((DEPLOYMENTS.kind, f"{name}-router"))
+    if made is None or made.get("status", {}).get("observedGeneration", 0) < made["metadata"].get(
+        "generation", 0
+    ):
+        return False
+    status = made.get("status", {})
+    others = status.get("replicas", 0) - status.get("updatedReplicas", 0)
+    return bool(made["spec"].get("replicas", 1) == 0 or status.get("readyReplicas", 0) > others)
+
+
 def router_pods(observed: Observed, name: str, now: float) -> list[Worker]:
     own = selector(name, "router").items()
     return [worker(pod, now) for pod in observed.pods if own <= pod["metadata"].get("labels", {}).items()]

@@ -248,11 +248,30 @@ def test_old_workers_are_not_let_go_for_new_ones_that_no_router_finds() -> None:
         assert s.ready("decode", revision=old) == s.ready("decode") == 4
         # Those that take longer are waited for.
         s.change(image="pdfleet:late")
-        await s.until(lambda: "waiting for routers" in s.condition("Progressing")["message"])
+        await s.until(lambda: "waiting for a router" in s.condition("Progressing")["message"])
         assert s.ready("decode", revision=old) == 4
         await s.settle()
         assert s.ready("decode", revision=old) == 0
         assert s.condition("RolledBack")["status"] == "False"
+
+    play(story)
+
+
+def test_one_router_without_a_place_holds_no_workers_up() -> None:
+    async def story(s: Scene) -> None:
+        s.create(router={"replicas": 2}, rollout={"progressDeadlineSeconds": 90})
+        await s.settle()
+        s.room = lambda pod: (
+            "router" not in pod["metadata"]["name"]
+            or sum(pod["spec"]["containers"][0]["image"] in str(one["spec"]) for one in s.pods("router")) < 2
+        )
+        s.change(image="pdfleet:2")
+        new = s.fleet()["status"]["updateRevision"]
+        await s.until(lambda: s.fleet()["status"]["updateRevision"] != new)
+        new = s.fleet()["status"]["updateRevision"]
+        await s.until(lambda: s.fleet()["status"]["revision"] == new, 600)
+        assert s.condition("RolledBack")["status"] == "False"
+        await s.until(lambda: s.condition("Degraded")["reason"] == "Unschedulable")
 
     play(story)
 
