@@ -16,6 +16,8 @@ _LEVEL_S = 45.0
 """Over which the season's profile is a mean where it is compared with the level."""
 _WINDOW_S = 300.0
 """Longest that the level is a mean of."""
+_SHORTEST_S = 40.0
+"""What came in so long and longer counts where it is likely more: it may have begun to rise."""
 _LEAST = 8.0
 """Requests that must have come, or stayed away, before a change is believed."""
 _LASTS_S = 150.0
@@ -60,7 +62,8 @@ class Forecast:
     @property
     def level(self) -> float | None:
         """The rate of late; None: nothing was seen."""
-        return self._recent.value
+        value = self._recent.value
+        return None if value is None else max(value, self._recent.surely(_SHORTEST_S))
 
     def newest(self, seconds: float) -> float | None:
         """The rate of the last so many seconds, whatever was before."""

@@ -16,6 +16,8 @@ _SURE = 4.0
 """Standard errors by which the newest must differ: they are looked at again and again."""
 _CLEAR = 3.0
 """The same of a trend."""
+_LIKELY = 1.0
+"""Standard errors by which a value is likely not less."""
 _POINTS = 12
 """Observations that make a line."""
 _FLOOR = 0.02
@@ -95,6 +97,17 @@ class Recent:
         now = self._rows[-1][0]
         age = sum((now - at) * share for at, share, _, _ in self._rows) / weight
         return max(mean / 2, min(2 * mean, mean + self._trend * age))
+
+    def surely(self, least: float) -> float:
+        """Of counts: what the value likely is at least, by the newest that weigh `least` or more. Where it
+        rises little by little these show it before it can be told from noise."""
+        seen = total = best = 0.0
+        for _, one, of_it, _ in reversed(self._rows):
+            seen, total = seen + one, total + of_it
+            if seen >= least:
+                mean = total / seen
+                best = max(best, mean - _LIKELY * math.sqrt(self._clumps * mean / seen))
+        return best
 
     def newest(self, weight: float) -> float | None:
         """Mean of the newest that weigh so much together, or a little more."""

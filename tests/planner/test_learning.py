@@ -87,6 +87,19 @@ def test_a_trend_is_seen_and_noise_is_none() -> None:
     assert Forecast(60.0).at(10.0) is None
 
 
+def test_a_slow_rise_after_a_quiet_time_is_not_averaged_away() -> None:
+    """Half a request a second for four minutes, then more little by little."""
+    shares = []
+    for seed in range(10):
+        forecast, noise = Forecast(86_400.0), np.random.default_rng(seed)
+        for tick in range(1, 81):
+            rate = 0.5 + max(0.0, 5.0 * tick - 240.0) / 120
+            forecast.add(int(noise.poisson(5 * rate)), 5.0, 5.0 * tick)
+        shares.append((forecast.at(60.0) or 0.0) / rate)
+    assert np.mean(shares) >= 0.85
+    assert min(shares) >= 0.65
+
+
 def test_a_mean_forgets_by_time_and_not_with_few() -> None:
     mean = Mean(30.0)
     mean.add(1000.0, 1.0, 5.0)
