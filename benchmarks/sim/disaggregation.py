@@ -1,7 +1,7 @@
 """Prefill and decode apart against aggregated workers, as many GPUs: at which rates which attains more.
 
 `python -m benchmarks.sim.disaggregation --trace FILE` replays a trace; without one, long prompts are drawn.
-All of Mooncake's conversations are `--requests 12031`, ten minutes of CPU for each shape and rate.
+All of Mooncake's conversations are `--requests 12031`, five minutes of CPU for each shape and rate.
 """
 
 from __future__ import annotations
