@@ -166,7 +166,7 @@ INLINE f16v gelu_tanh(f16v x) {
 
 /* A page that is needed soon: pages lie scattered, so the processor cannot guess which. */
 INLINE void prefetch(const void *at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
 }
 
 /* Memory of this thread that grows and stays, so that steps do not fault pages in. NULL: there is none. */

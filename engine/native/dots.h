@@ -195,3 +195,75 @@ static void dot_scores_bf16(const bf16 *keys, int64_t tokens, int64_t dim, const
         LANES_CASES(dim)
 #undef LANES_CASES
 }
+
+/* Weights of tokens two by two, in place: [tokens, lanes] float to [tokens / 2, lanes] pairs of bf16. Reads and writes
+   whole 32s of numbers: there is room. */
+static void pair_weights(float *weights, int64_t tokens, int lanes) {
+    uint16_t places[32];
+    for (int d = 0; d < 16; d++) {
+        places[2 * d] = (uint16_t)(2 * (d / lanes) * lanes + d % lanes);
+        places[2 * d + 1] = (uint16_t)(places[2 * d] + lanes);
+    }
+    __m512i order = _mm512_loadu_si512(places);
+    for (int64_t j = 0; j < tokens * lanes; j += 32) {
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + j + 16), _mm512_loadu_ps(weights + j));
+        _mm512_storeu_si512(weights + j / 2, _mm512_permutexvar_epi16(order, both));
+    }
+}
+
+/* Where column j of 32 is in sums of `some_pairs`. */
+INLINE int64_t place_pairs(int64_t j) { return j % 8 / 4 * 16 + j / 8 * 4 + j % 4; }
+
+INLINE void some_pairs(const bf16 *values, int64_t tokens, int64_t dim, const uint32_t *pairs, int lanes,
+                       const int count, const int lines, float *acc) {
+    __m512 sum[4][4];
+    for (int q = 0; q < count; q++)
+        for (int k = 0; k < 2 * lines; k++) sum[q][k] = _mm512_loadu_ps(acc + q * dim + 16 * k);
+    for (int64_t t = 0; t < tokens; t += 2) {
+        int lone = t + 1 == tokens;
+        __m512i first[2], second[2];
+        for (int k = 0; k < lines; k++) {
+            __m512i a = _mm512_loadu_si512(values + t * dim + 32 * k);
+            __m512i b = lone ? _mm512_setzero_si512() : _mm512_loadu_si512(values + (t + 1) * dim + 32 * k);
+            first[k] = _mm512_unpacklo_epi16(a, b);
+            second[k] = _mm512_unpackhi_epi16(a, b);
+        }
+        for (int q = 0; q < count; q++) {
+            uint32_t bits = pairs[t / 2 * lanes + q];
+            __m512bh weight = (__m512bh)_mm512_set1_epi32((int32_t)(lone ? bits & 0xffff : bits));
+            for (int k = 0; k < lines; k++) {
+                sum[q][2 * k] = _mm512_dpbf16_ps(sum[q][2 * k], weight, (__m512bh)first[k]);
+                sum[q][2 * k + 1] = _mm512_dpbf16_ps(sum[q][2 * k + 1], weight, (__m512bh)second[k]);
+            }
+        }
+    }
+    for (int q = 0; q < count; q++)
+        for (int k = 0; k < 2 * lines; k++) _mm512_storeu_ps(acc + q * dim + 16 * k, sum[q][k]);
+}
+
+/* acc[q] += sum over t of weight * values[t], dim a multiple of 32; each 32 columns in the order of `place_pairs`. */
+static void mix_pairs_bf16(const bf16 *values, int64_t tokens, int64_t dim, const float *weights, int lanes,
+                           int64_t count, float *acc) {
+    for (int64_t column = 0; column < dim; column += 64)
+        for (int64_t q = 0; q < count; q += 4) {
+            const bf16 *from = values + column;
+            const uint32_t *pairs = (const uint32_t *)weights + q;
+            float *to = acc + q * dim + column;
+#define COUNT_CASES(lines) \
+    switch (count - q) { \
+        case 1: some_pairs(from, tokens, dim, pairs, lanes, 1, lines, to); break; \
+        case 2: some_pairs(from, tokens, dim, pairs, lanes, 2, lines, to); break; \
+        case 3: some_pairs(from, tokens, dim, pairs, lanes, 3, lines, to); break; \
+        default: some_pairs(from, tokens, dim, pairs, lanes, 4, lines, to); \
+    }
+            if (dim - column < 64)
+                COUNT_CASES(1)
+            else
+                COUNT_CASES(2)
+#undef COUNT_CASES
+        }
+}
+INLINE void mix_pairs_f32(const float *values, int64_t tokens, int64_t dim, const float *weights, int lanes,
+                          int64_t count, float *acc) {
+    (void)values, (void)tokens, (void)dim, (void)weights, (void)lanes, (void)count, (void)acc;
+}

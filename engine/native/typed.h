@@ -204,11 +204,26 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
 #endif
                 float sums[16], *seen = scores + (begin - first) * lanes;
                 softmax(seen, end - begin, lanes, scale, cap, sums);
+#if DOTS
+                int pairs = padded && size % 2 == 0; /* of tokens of the same page */
+                if (pairs) {
+                    if (begin % 2) {
+                        begin--, seen -= lanes;
+                        memset(seen, 0, lanes * sizeof(float));
+                    }
+                    pair_weights(seen, end - begin, lanes);
+                }
+#endif
                 for (int64_t t = begin; t < end;) {
                     int64_t offset = t % size, some = size - offset < end - t ? size - offset : end - t;
                     const T *values = base + table[t / size] * block + offset * dim + to_values;
                     if (t / size + 2 < step->width) prefetch(base + table[t / size + 2] * block + to_values, page);
-                    NAME(mix)(values, some, dim, seen + (t - begin) * lanes, lanes, count, mixed);
+#if DOTS
+                    if (pairs)
+                        NAME(mix_pairs)(values, some, dim, seen + (t - begin) / 2 * lanes, lanes, count, mixed);
+                    else
+#endif
+                        NAME(mix)(values, some, dim, seen + (t - begin) * lanes, lanes, count, mixed);
                     t += some;
                 }
                 T *to = out + (i * step->heads + kv * shared + from) * dim;
@@ -216,6 +231,9 @@ EXPORT int32_t NAME(decode_attention)(const Step *step, int32_t layer, const T *
                 for (int64_t q = 0; q < count; q++)
                     for (int64_t j = 0; j < dim; j++) {
                         int64_t at = j < paired ? j - j % 32 + PLACE(j % 32) : j;
+#if DOTS
+                        if (pairs) at = j - j % 32 + place_pairs(j % 32);
+#endif
                         to[q * dim + j] = NARROW(mixed[q * dim + at] / sums[q]);
                     }
             }
