@@ -20,6 +20,7 @@ from itertools import islice
 
 from engine import policy
 from engine.blocks import BlockPool, PoolCounts
+from engine.loans import Loans
 from engine.sequence import Sequence, State
 from engine.settings import EngineSettings
 from engine.words import (
@@ -122,10 +123,7 @@ class Scheduler:
         self._filling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._quarantine: dict[str, _GivenUp] = {}
-        self._loans: dict[str, list[int]] = {}
-        """Cached blocks that others read, in chain order."""
-        self._loaned: Counter[int] = Counter()
-        """How many loans hold each of them."""
+        self._loans = Loans(self.pool)
         self._slots = list(range(settings.max_batch - 1, -1, -1))
         self._arrivals = 0
         self._flights: deque[_Flight] = deque()
@@ -209,36 +207,12 @@ class Scheduler:
             self._let_go(sequence)
 
     def lend(self, loan: str, names: Row[BlockHash], have: int) -> tuple[int, ...]:
-        """Holds the cached blocks of these names, from a sequence's first on, for others to read until
-        `take_back`: as many in a row as are here and the share for loans allows. Returns those after the
-        first `have`; none: nothing is held."""
-        if loan in self._loans:
-            raise ValueError(f"{loan} is a loan already")
-        blocks = self.pool.cached_chain(names)
-        room = int(self._settings.lend_share * self.pool.blocks) - len(self._loaned)
-        for position, block in enumerate(blocks):
-            room -= block not in self._loaned
-            if room < 0:
-                del blocks[position:]
-                break
-        if len(blocks) <= have:
-            return ()
-        self.pool.hold(blocks)
-        self._loans[loan] = blocks
-        self._loaned.update(blocks)
-        return tuple(blocks[have:])
+        """Holds the cached blocks of these names for others to read; see `Loans.lend`."""
+        return self._loans.lend(loan, names, have, self._settings.lend_share)
 
     def take_back(self, loan: str) -> bool:
         """Nobody reads the blocks of a loan any more; False when there is none such."""
-        blocks = self._loans.pop(loan, None)
-        if blocks is None:
-            return False
-        self.pool.release(blocks)
-        for block in blocks:
-            self._loaned[block] -= 1
-            if not self._loaned[block]:
-                del self._loaned[block]
-        return True
+        return self._loans.take_back(loan)
 
     def retune(self, settings: EngineSettings) -> None:
         """Sizes the steps by these from the next one on; what else they say is not looked at."""
@@ -376,7 +350,7 @@ class Scheduler:
         """Whether blocks are held, lent, being filled or in quarantine: others give them back, in their
         time."""
         own = len(self._running) + len(self._waiting)
-        return bool(self._quarantine or self._loans) or len(self._sequences) > own
+        return bool(self._quarantine or len(self._loans)) or len(self._sequences) > own
 
     @property
     def loans(self) -> int:
@@ -404,9 +378,9 @@ class Scheduler:
             assert sequence.ahead == sum(len(chunk.tokens) for chunk in chunks)
             assert sequence.coming == sum(chunk.draw for chunk in chunks)
         given_up = [blocks for flight in self._flights for blocks in flight.blocks]
-        for blocks in (*self._loans.values(), *given_up):
+        for blocks in given_up:
             holders.update(blocks)
-        assert +self._loaned == sum(map(Counter, self._loans.values()), Counter()), "loans are miscounted"
+        holders.update(self._loans.validate())
         self.pool.validate(holders)
         for state, group in (
             (State.WAITING, self._waiting),
@@ -423,7 +397,7 @@ class Scheduler:
         assert self.pool.quarantined == sum(len(given_up.blocks) for given_up in self._quarantine.values())
         if idle:
             assert not self._sequences, f"left over: {sorted(self._sequences)}"
-            assert not self._loans, f"lent and not taken back: {sorted(self._loans)}"
+            assert not self._loans, f"{len(self._loans)} loans were not taken back"
             assert not self._quarantine, f"never filled: {sorted(self._quarantine)}"
             assert self.pool.available + len(set().union(*given_up)) == self.pool.blocks, "blocks are lost"
             assert not self._finished, "an end was not told"
