@@ -102,7 +102,7 @@ def test_a_request_that_is_over_is_freed_before_anybody_looks_for_cycles() -> No
                 for number in range(40):
                     answer = await box.ask(box.request(range(100), Sampling(max_tokens=3), number))
                     assert answer.error is None
-                return sum(isinstance(one, Request) for one in gc.get_objects())
+                return sum(type(one) is Request for one in gc.get_objects())
             finally:
                 gc.enable()
 
