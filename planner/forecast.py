@@ -65,6 +65,11 @@ class Forecast:
         value = self._recent.value
         return None if value is None else max(value, self._recent.surely(_SHORTEST_S))
 
+    @property
+    def error(self) -> float:
+        """Standard error of the level, as a share of it."""
+        return self._recent.error
+
     def newest(self, seconds: float) -> float | None:
         """The rate of the last so many seconds, whatever was before."""
         return self._recent.newest(seconds)

@@ -32,6 +32,8 @@ _PROGRESS_S = 15.0
 """Over which the number of answers in progress is a mean."""
 _MARGIN = 0.9
 """Share of an objective that is planned for; the rest is for hand-off, network and noise."""
+_TPOT_MARGIN = 0.8
+"""The same of the time per token: a router gives a worker only what it holds in nine of ten cases."""
 _LATE_SHARE = 0.5
 """Share of the misses that are allowed which either pool may cause."""
 _TYPICAL_S = 180.0
@@ -155,12 +157,14 @@ class Load:
         if level is None:
             return "nothing was told of demand yet"
         rate = times * ((self.arrivals.at(ahead_s) or level) if settings.forecast else level)
+        # Where few have come since something changed it may well be more than that.
+        likely = max(1.0, (1 + self.arrivals.error) / times)
         ttft_s, tpot_s = self.objectives()
         prompt, answer = self._prompt.value, self._answer.value
         if prompt is None or self._prompt.weight < _FEW / 2:
             return "too few requests came to know how long their prompts are"
         speed = capacity.prefill_tokens_s
-        decode = capacity.decode(_MARGIN * tpot_s, prompt + (answer or 0.0) / 2)
+        decode = capacity.decode(_TPOT_MARGIN * tpot_s, prompt + (answer or 0.0) / 2)
         if speed is None and (decode is None or answer is None):
             return "no worker has shown its speed yet"
         late = (1 - settings.target) * _LATE_SHARE
@@ -182,7 +186,8 @@ class Load:
             # By the time another worker serves, those there and those under way will have done part of it.
             spare = max(0.0, seen.prefill.wanted - pressure[0] * anew)
             left_s = max(0.0, backlog / speed - spare * ahead_s)
-            busy = pressure[0] * (anew + min(left_s / _DRAIN_S, _MOST_BACKLOG * anew + 1))
+            piled_up = min(left_s / _DRAIN_S, _MOST_BACKLOG * anew + 1)
+            busy = pressure[0] * max(likely * anew, anew + piled_up)
             prefill = prefill_workers(busy, service_s, scv, wait_s, late, settings.utilisation)
             piled = f", {backlog:.0f} queued" if backlog else ""
             prefill_why = (
@@ -196,7 +201,7 @@ class Load:
         there = (self._progress or 0.0) / max(1.0, (self._step_s or decode.step_s) / decode.step_s)
         if self.waits_for_decode(seen, capacity):
             there += min(seen.asked.waiting, there)
-        sequences = max(rate * answer * decode.step_s, times * there if queues else 0.0)
+        sequences = max(likely * rate * answer * decode.step_s, times * there if queues else 0.0)
         sequences *= pressure[1]
         many = decode_workers(sequences, decode.batch, late)
         why = (
@@ -204,7 +209,7 @@ class Load:
             f"worker ({decode.limited_by})"
         )
         together = aggregated_workers(
-            busy, sequences, decode.base_s, decode.each_s, _MARGIN * tpot_s, settings.utilisation
+            busy, sequences, decode.base_s, decode.each_s, _TPOT_MARGIN * tpot_s, settings.utilisation
         )
         return Needs(prefill, many, why, together if speed is not None else None)
 
@@ -223,7 +228,7 @@ class Load:
         if not (rate and tokens and level and prompt and answer and speed):
             return None
         ttft_s, tpot_s = self.objectives()
-        decode = capacity.decode(_MARGIN * tpot_s, prompt + answer / 2, careful=True)
+        decode = capacity.decode(_TPOT_MARGIN * tpot_s, prompt + answer / 2, careful=True)
         if decode is None:
             return None
         late = min(0.5, (1 - settings.target) * _TYPICAL_LATE)

@@ -14,12 +14,16 @@ from collections import deque
 
 _SURE = 4.0
 """Standard errors by which the newest must differ: they are looked at again and again."""
-_CLEAR = 3.0
+_CLEAR = 2.5
 """The same of a trend."""
 _LIKELY = 1.0
 """Standard errors by which a value is likely not less."""
 _POINTS = 12
 """Observations that make a line."""
+_BENDS = 4
+"""Observations from one time at which a rise may have begun to the next."""
+_MOST = 3.0
+"""Times the mean that a trend's end is at most."""
 _FLOOR = 0.02
 """Share of the mean that the deviation of single ones is at least taken to be."""
 _DOUBT = 0.5
@@ -45,7 +49,8 @@ class Recent:
         # Of counts: variance and mean of one observation's, over long; at first as if they were Poisson.
         self._spread = self._mean = 1.0
         self._last: float | None = None
-        self._trend = 0.0
+        self._trend = self._above = 0.0
+        """By how much the value changes a second; and is above the mean by now."""
         self.changed_at = -math.inf
         """When older ones were dropped last as they no longer held."""
         self.fell = False
@@ -62,18 +67,19 @@ class Recent:
             rows.popleft()
         cut = self._cut()
         if cut:
-            before = self.value or 0.0
             old = [rows.popleft() for _ in range(cut)]
+            before = sum(row[2] for row in old) / sum(row[1] for row in old)
             if self._counts:
                 # What stands out most does so by chance as well: it is not believed wholly at first.
                 share = _DOUBT * self.weight / sum(row[1] for row in old)
                 doubt = [share * sum(row[place] for row in old) for place in (1, 2)]
                 rows.appendleft((rows[0][0], doubt[0], doubt[1], 0.0))
-            self.changed_at, self._trend = now, 0.0
+            self.changed_at, self._above = now, 0.0
             self.fell = (self.value or 0.0) < before
-        slope, sure = self._slope()
+        slope, sure, above = self._line()
         # Of what may be noise nothing, of what cannot be all of it.
-        self._trend = slope * max(0.0, 1 - (_CLEAR / sure) ** 2) if sure else 0.0
+        share = max(0.0, 1 - (_CLEAR / sure) ** 2) if sure else 0.0
+        self._trend, self._above = share * slope, share * above
         if self._counts:
             # By how one differs from the one before: steps and trends hardly change it (von Neumann, 1941).
             if self._last is not None:
@@ -92,11 +98,7 @@ class Recent:
         if not weight:
             return None
         mean = sum(row[2] for row in self._rows) / weight
-        if not self._trend:
-            return mean
-        now = self._rows[-1][0]
-        age = sum((now - at) * share for at, share, _, _ in self._rows) / weight
-        return max(mean / 2, min(2 * mean, mean + self._trend * age))
+        return max(mean / 2, min(_MOST * mean, mean + self._above))
 
     def surely(self, least: float) -> float:
         """Of counts: what the value likely is at least, by the newest that weigh `least` or more. Where it
@@ -179,20 +181,35 @@ class Recent:
             differs /= math.sqrt(variance * (1 / old_weight + 1 / new_weight)) or math.inf
             if differs > most:
                 best, most = place, differs
-        if best and self._counts and self._slope()[1] > most:
+        if best and self._counts and self._line(bent=False)[1] > most:
             return 0  # It is a line, and not a step.
         return best
 
-    def _slope(self) -> tuple[float, float]:
-        """Of counts: of a line through them, and how many times its standard error that is."""
-        rows = self._rows
-        if not self._counts or len(rows) < _POINTS:
-            return 0.0, 0.0
-        weight = self.weight
-        middle = sum(at * share for at, share, _, _ in rows) / weight
-        mean = sum(row[2] for row in rows) / weight
-        spread = sum(share * (at - middle) ** 2 for at, share, _, _ in rows)
-        if not spread or not mean:
-            return 0.0, 0.0
-        slope = sum((at - middle) * (total - mean * share) for at, share, total, _ in rows) / spread
-        return slope, abs(slope) / math.sqrt(self._clumps * mean / spread)
+    def _line(self, *, bent: bool = True) -> tuple[float, float, float]:
+        """Of counts: of a line through them, or, if `bent`, of a rise that began at some time after a level,
+        whichever is clearer; how many times its standard error that is, and how far above it ends."""
+        best = 0.0, 0.0, 0.0
+        if not self._counts or len(self._rows) < _POINTS:
+            return best
+        times, weights, totals, _ = zip(*self._rows, strict=True)
+        weight, total = sum(weights), sum(totals)
+        mean = total / weight
+        for begun in range(0, len(times) - _POINTS + 1 if bent else 1, _BENDS):
+            ages = [max(0.0, at - times[begun]) for at in times]
+            middle = sum(age * share for age, share in zip(ages, weights, strict=True)) / weight
+            apart = [age - middle for age in ages]
+            spread = sum(share * one * one for one, share in zip(apart, weights, strict=True))
+            moved = sum(
+                one * (count - mean * share) for one, count, share in zip(apart, totals, weights, strict=True)
+            )
+            if begun and moved < 0:
+                continue  # What falls is not urgent.
+            early_s, early = sum(weights[:begun]), sum(totals[:begun])
+            late = max(0.0, total - early) / (weight - early_s)
+            # As where steps are looked for: of roots.
+            root = (math.sqrt(early / early_s if begun else late) + math.sqrt(late)) / 2
+            error = root * math.sqrt(self._clumps * spread)
+            if error and abs(moved) / error > best[1]:
+                slope = moved / spread
+                best = slope, abs(moved) / error, slope * apart[-1]
+        return best

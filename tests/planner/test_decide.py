@@ -147,7 +147,7 @@ def test_a_start_that_is_needless_now_keeps_nobody_from_turning() -> None:
     """A prefill worker is under way when prompts become short and answers long."""
     fleet = FluidFleet(
         SETTINGS,
-        lambda now: 5.0 if now < HOUR - 30 else 8.0,
+        lambda now: 5.0 if now < HOUR - 30 else 7.0,
         prompt=lambda now: 4000.0 if now < HOUR else 400.0,
         answer=lambda now: 60.0 if now < HOUR else 700.0,
     ).start_with(5, 1)
