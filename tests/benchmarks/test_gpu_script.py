@@ -32,6 +32,7 @@ def test_every_part_measures_and_the_table_shows_it(tmp_path: Path) -> None:
         "gpu/decode-attention",
         "gpu/chunk-attention",
         "gpu/decode-step",
+        "gpu/engine-step",
         "gpu/prefill",
         "gpu/pair-prefill",
         "gpu/pair-handover",
