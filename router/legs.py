@@ -67,7 +67,9 @@ class Legs:
         """The lease to release, and where."""
         self._waiting_since: float | None = None
         """When a worker for the next leg was first looked for; None while one says tokens."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._look_at = 0.0
+        """When it goes off. It cannot be asked: uvloop gives one that is due at once no time."""
 
     # -- the next one
 
@@ -297,9 +299,10 @@ class Legs:
         if self.now is not None and not self.now.stream.over:
             due = min(due, self.now.stream.heard_at + self._patience(self.now))
         if self._timer is not None:
-            if self._timer.when() <= due:
+            if self._look_at <= due:
                 return
             self._timer.cancel()
+        self._look_at = due
         self._timer = self._loop.call_at(due, self._look)
 
     def _patience(self, leg: Leg) -> float:

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+import uvloop
 from router_fleet import REMOTE, Answer, Fleet, ask, ask_and_settle, in_fleet
 from scripted_worker import PRINT, Script, ScriptedWorker, answer, card, request
 
@@ -499,6 +500,31 @@ def test_the_deadline_ends_it_in_every_phase_and_cancels_both_legs(hang_at: int)
 
     hang = Script(hang_at=hang_at)
     in_fleet(body, prefill=(hang,) if hang_at == 0 else (Script(),), decode=(hang,))
+
+
+def test_a_deadline_may_pass_at_any_moment_on_the_loop_that_serves() -> None:
+    """uvloop counts milliseconds, and a timer that is due at once has no time that it could be asked for."""
+
+    async def main() -> None:
+        fleet = await Fleet(REMOTE).start()
+        try:
+            script = Script(prefill_s=0.01, step_s=0.002)
+            await fleet.add(card("p1", Role.PREFILL), script)
+            await fleet.add(card("d1"), script)
+            workers = fleet.router.roster.workers
+            await fleet.until(lambda: sum(w.usable and w.report is not None for w in workers()) == 2)
+            for turn in range(40):
+                # They pass while first tokens come, in the middle of a millisecond.
+                made = [
+                    request(f"r{turn}.{n}", prompt=2, deadline_s=0.0102 + 0.001 * n, max_tokens=4)
+                    for n in range(6)
+                ]
+                for got in await asyncio.gather(*(ask(fleet, one) for one in made)):
+                    assert got.error is None or isinstance(got.error, DeadlineExceeded)
+        finally:
+            await fleet.stop()
+
+    uvloop.run(main())
 
 
 def test_a_worker_is_told_what_is_left_of_the_deadline() -> None:
