@@ -285,6 +285,9 @@ WINDOWS_S = (300.0, 1_800.0, 3_600.0, 21_600.0)
 BURNING: tuple[tuple[float, float, float], ...] = ((300.0, 3_600.0, 14.4), (1_800.0, 21_600.0, 6.0))
 """(short window, long window, burn rate): the budget burns too fast when both windows do; the short one
 says that it still does (Google, "The Site Reliability Workbook", 2018, chapter 5)."""
+NEARLY_ALL = 0.72
+"""Misses that are too many whatever the target: with one below 95 %, 14.4 times as many as may be are more
+than all."""
 
 
 class Rolling:
@@ -350,7 +353,11 @@ class Rolling:
         rates = self.burn_rates(target, now)
         for short_s, long_s, limit in BURNING:
             short, long = rates[short_s], rates[long_s]
-            if short is not None and long is not None and min(short, long) > limit:
+            if (
+                short is not None
+                and long is not None
+                and min(short, long) > min(limit, NEARLY_ALL / (1 - target))
+            ):
                 return (
                     f"the budget of {1 - target:.0%} misses burns {short:.1f} times too fast over "
                     f"{short_s / 60:.0f} min and {long:.1f} times over {long_s / 3600:.0f} h"

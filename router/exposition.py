@@ -108,6 +108,8 @@ def _picture(flow: Flow, watched: Mapping[str, int]) -> Iterable[Family]:
     unproven = index.unproven()
     known = ("worker", "role", "model")
     keys = {worker.id: (worker.id, worker.card.role.value, worker.card.model) for worker in workers}
+    yield value("pdfleet_router_ready", "1: a request could be served, or is held until one wakes the fleet.",
+                Kind.GAUGE, float(flow.ready() is None))  # fmt: skip
     yield value("pdfleet_router_index_blocks", "Blocks in the prefix index; one of two workers, twice.",
                 Kind.GAUGE, index.size)  # fmt: skip
     yield value("pdfleet_router_index_unproven", "Workers of whose blocks the index is not certain.",

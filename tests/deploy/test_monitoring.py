@@ -22,7 +22,7 @@ from fleet.metrics import Kind, value
 FOLDER = Path(__file__).parents[2] / "deploy/monitoring"
 RULES = yaml.safe_load((FOLDER / "prometheus/rules.yml").read_text())
 VARIABLES = {"$__rate_interval": "1m", "$slo_class": ".*", "$worker": ".*"}
-OF_ANY_PROCESS = re.compile(r"up|process_\w+|python_gc_\w+")
+OF_ANY_PROCESS = re.compile(r"up|scrape_series_added|process_\w+|python_gc_\w+")
 
 
 def rules() -> Iterator[dict[str, Any]]:

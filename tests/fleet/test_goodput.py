@@ -151,6 +151,15 @@ def test_windows_forget_and_burn_rates_tell_a_spike_from_a_fire() -> None:
     assert rolling.figures(21_600, 110_000.0).attainment is None
 
 
+def test_when_all_miss_somebody_is_called_however_low_the_target() -> None:
+    late = outcome(End.FINISHED, 3.0)
+    rolling = Rolling(0.0)
+    for second in range(0, 4000, 2):
+        rolling.add(late, attains(late, HELD), float(second))
+    for target in (0.5, 0.9, 0.95, 0.999):
+        assert rolling.burning(target, 4000.0) is not None, target
+
+
 def test_tallies_add_up() -> None:
     one, other, whole = Tally(), Tally(), Tally()
     for n in range(50):
