@@ -18,8 +18,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+from msgspec import Struct
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -62,11 +65,13 @@ class Process:
         self.offset_s = offset_s
         self.context = Context()
         self.context.run(_PROCESS.set, self)
-        self._held: deque[asyncio.Handle] | None = None
+        self.held: deque[_Soon | _Timer] | None = None
         """What waits to run while it is stopped; None: it runs."""
 
     def true(self, when: float) -> float:
         """When its clock says `when` on the loop's clock; rounded so that it has said so by then."""
+        if not self.offset_s:
+            return when
         due = when - self.offset_s
         while due + self.offset_s < when:
             due = math.nextafter(due, math.inf)
@@ -74,27 +79,20 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        return self._held is not None
+        return self.held is not None
 
     def stop(self) -> None:
         """As SIGSTOP: nothing of it runs, its timers fall due and wait. What it sent before is on its way."""
-        if self._held is None:
-            self._held = deque()
+        if self.held is None:
+            self.held = deque()
 
     def resume(self) -> None:
         """As SIGCONT: what waited runs, in order."""
-        held, self._held = self._held, None
+        held, self.held = self.held, None
         if held:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualTimeLoop), "only a virtual clock can hold a process"
             loop.put_back(held)
-
-    def holds(self, handle: asyncio.Handle) -> bool:
-        """Takes the handle if the process is stopped."""
-        if self._held is None:
-            return False
-        self._held.append(handle)
-        return True
 
     def call(self, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
         """Calls it now, as this process."""
@@ -145,51 +143,53 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class _Soon(asyncio.Handle):
-    """Made and run half a million times for a thousand requests: without what only a debug mode asks for."""
+class _Soon(Struct, eq=False):
+    """What stands for an `asyncio.Handle`: C makes it, hundreds of times a request."""
 
-    __slots__ = ()
-
-    def __init__(
-        self, callback: Callable[..., object], args: tuple[Any, ...], loop: Any, context: Context | None
-    ) -> None:
-        self._context = copy_context() if context is None else context
-        self._loop = loop
-        self._callback = callback
-        self._args = args
-        self._cancelled = False
-        self._repr = None
-        self._source_traceback = None
-
-
-class _Timer(asyncio.TimerHandle):
-    """As `_Soon`."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        loop: Any,
-        context: Context | None,
-    ) -> None:
-        _Soon.__init__(self, callback, args, loop, context)  # type: ignore[arg-type]  # the same fields
-        self._when = when
-        self._scheduled = False
+    callback: Callable[..., object]
+    args: tuple[Any, ...]
+    context: Context
+    dropped: bool = False
 
     def cancel(self) -> None:
-        if not self._cancelled:
-            self._cancelled = True
-            self._callback = self._args = None  # type: ignore[assignment]
-            self._loop._timer_handle_cancelled(self)  # type: ignore[attr-defined]
+        self.dropped = True
+
+    def cancelled(self) -> bool:
+        return self.dropped
+
+
+class _Timer(Struct, eq=False):
+    """As `_Soon`, for an `asyncio.TimerHandle`."""
+
+    callback: Callable[..., object]
+    args: tuple[Any, ...]
+    context: Context
+    at: float
+    """On the clock of the process that set it."""
+    loop: VirtualTimeLoop
+    dropped: bool = False
+
+    def cancel(self) -> None:
+        if not self.dropped:
+            self.dropped = True
+            self.callback, self.args = _nothing, ()
+            self.loop.timer_dropped()
+
+    def cancelled(self) -> bool:
+        return self.dropped
+
+    def when(self) -> float:
+        return self.at
+
+
+def _nothing() -> None:
+    """Of a timer that was cancelled: what it held is let go at once."""
 
 
 class VirtualTimeLoop(BaseEventLoop):
     """`time()` starts at `start` seconds and moves only by jumps to the next timer."""
 
-    _ready: deque[asyncio.Handle]
+    _ready: deque[_Soon | _Timer]
     _stopping: bool
     _closed: bool
 
@@ -197,11 +197,14 @@ class VirtualTimeLoop(BaseEventLoop):
         super().__init__()
         self._now = start
         self._end = None if horizon_s is None else start + horizon_s
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._made = 0
         self._tasks_made = 0
         self._cancelled = 0
         self._spins = 0
+        # Asked for a hundred times a request, and so by C alone: a debug mode would find nothing here.
+        self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
+        self.get_debug = bool  # type: ignore[method-assign]
         self.set_task_factory(lambda loop, coro, **keywords: _OrderedTask(coro, loop=loop, **keywords))
 
     def time(self) -> float:
@@ -212,7 +215,7 @@ class VirtualTimeLoop(BaseEventLoop):
     def true_time(self) -> float:
         return self._now
 
-    def put_back(self, handles: deque[asyncio.Handle]) -> None:
+    def put_back(self, handles: deque[_Soon | _Timer]) -> None:
         """They run before what is ready now."""
         self._ready.extendleft(reversed(handles))
 
@@ -220,37 +223,39 @@ class VirtualTimeLoop(BaseEventLoop):
         self._tasks_made += 1
         return self._tasks_made
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self,
         callback: Callable[[Unpack[Ts]], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.Handle:
+    ) -> _Soon:
         if self._closed:
             raise RuntimeError("Event loop is closed")
-        handle = _Soon(callback, args, self, context)
+        handle = _Soon(callback, args, copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
-    def call_later(
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
         self,
         delay: float,
         callback: Callable[[Unpack[Ts]], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> _Timer:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self,
         when: float,
         callback: Callable[[Unpack[Ts]], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> _Timer:
         if self._closed:
             raise RuntimeError("Event loop is closed")
-        timer = _Timer(when, callback, args, self, context)
+        timer = _Timer(callback, args, copy_context() if context is None else context, when, self)
         process = _PROCESS.get(None)
         self._made += 1
         due = when if process is None else process.true(when)
@@ -275,7 +280,7 @@ class VirtualTimeLoop(BaseEventLoop):
         """Turns of the loop until it is stopped: at least one."""
         ready, timers, pop = self._ready, self._timers, self._ready.popleft
         while True:
-            while timers and timers[0][2]._cancelled:
+            while timers and timers[0][2].dropped:
                 heapq.heappop(timers)
                 self._cancelled -= 1
             if ready or self._stopping:
@@ -287,20 +292,21 @@ class VirtualTimeLoop(BaseEventLoop):
             now = self._now
             while timers and timers[0][0] <= now:
                 timer = heapq.heappop(timers)[2]
-                if timer._cancelled:
+                if timer.dropped:
                     self._cancelled -= 1
                 else:
                     ready.append(timer)
             for _ in range(len(ready)):
                 handle = pop()
-                if handle._cancelled:
+                if handle.dropped:
                     continue
-                context: Context = handle._context  # type: ignore[attr-defined]
+                context = handle.context
                 process = context.get(_PROCESS)
-                if process is not None and process.holds(handle):
+                if process is not None and process.held is not None:
+                    process.held.append(handle)
                     continue
                 try:
-                    context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+                    context.run(handle.callback, *handle.args)
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 — as any loop, it tells its handler and goes on
@@ -320,12 +326,12 @@ class VirtualTimeLoop(BaseEventLoop):
             self._now = when
             self._spins = 0
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+    def timer_dropped(self) -> None:
         # Most timers are timeouts that never fire; unswept they would pile up until they are due.
         # The count is a guess (a timer already due counts too), which a sweep sets right.
         self._cancelled += 1
         if self._cancelled > 1000 and self._cancelled * 2 > len(self._timers):
-            self._timers[:] = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers[:] = [entry for entry in self._timers if not entry[2].dropped]
             heapq.heapify(self._timers)
             self._cancelled = 0
 
