@@ -87,7 +87,10 @@ async def take_picture(
     for child in state.children if state else ():
         if child.kind in WORKERS:
             # Without a card it starts, or crashed and waits: the supervisor alone knows of it.
-            row = rows.get(child.name) or WorkerRow(child.name, child.kind, child.phase, child.pid)
+            frozen = view.live and child.phase is Phase.READY
+            row = rows.get(child.name) or WorkerRow(
+                child.name, child.kind, "silent" if frozen else child.phase, child.pid
+            )
             rows[child.name] = replace(row, restarts=child.restarts, note=child.note)
     models = sorted({card.model for card in cards.values()} | ({state.model} if state else set()))
     data, decided = view.values.get(desired_key(fleet)), view.values.get(decision_key(fleet))

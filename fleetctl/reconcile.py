@@ -131,19 +131,25 @@ def blocked_by(kind: Kind, children: Sequence[Child]) -> Kind | None:
 
 
 def victims(have: Sequence[Child], count: int) -> list[tuple[Child, str]]:
-    """The `count` children to let go, and why these: first those that serve nobody, then the least
-    loaded, then, where the load is unknown, the youngest."""
+    """The `count` children to let go, and why these: first those that serve nobody, frozen ones among them,
+    then the least loaded, then, where the load is unknown, the youngest."""
 
     def order(child: Child) -> tuple[int, int, float]:
-        unserving = (Phase.CRASHED, Phase.STARTING)
-        rank = unserving.index(child.phase) if child.phase in unserving else 2
-        if rank == 2 and child.load is None:
-            rank = 3
+        if child.phase is Phase.CRASHED:
+            rank = 0
+        elif child.phase is Phase.STARTING:
+            rank = 2
+        elif child.silent_since is not None:
+            rank = 1
+        else:
+            rank = 3 if child.load is not None else 4
         return rank, child.load or 0, -child.since
 
     def reason(child: Child) -> str:
         if child.phase is not Phase.READY:
             return f"this one is {child.phase}"
+        if child.silent_since is not None:
+            return "this one shows no sign of life"
         if child.load is None:
             return "this one is the youngest, loads unknown"
         return f"this one is the least loaded, {child.load} requests"

@@ -74,17 +74,17 @@ def status_fields(picture: FleetPicture) -> dict[str, Any]:
 
 
 async def wait_ended(target: Target, name: str, limit_s: float) -> None:
-    """Until no process of `name`, or of anybody, is on its way out: a card goes a little before its process.
+    """Until the process of `name` is not on its way out any more: a card goes a little before its process.
 
     Only a supervisor here knows of processes.
     """
     until = asyncio.get_running_loop().time() + limit_s
     while state := target.state():
-        leaving = [child.name for child in state.children if child.phase in (Phase.STOPPING, Phase.DRAINING)]
-        if not leaving or (name and name not in leaving):
+        leaving = (Phase.STOPPING, Phase.DRAINING)
+        if not any(child.name == name and child.phase in leaving for child in state.children):
             return
         if asyncio.get_running_loop().time() > until:
-            raise Unavailable(f"still ending after {limit_s:g} s: {', '.join(leaving)}")
+            raise Unavailable(f"{name} is still ending after {limit_s:g} s")
         await asyncio.sleep(0.05)
 
 

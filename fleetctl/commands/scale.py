@@ -12,10 +12,9 @@ import click
 
 from fleet.errors import BadRequest, Unavailable
 from fleet.targets import MOST_BUDGET, Desired, Mode
-from fleetctl.commands.operate import wait_ended
 from fleetctl.options import Target, fleet_options
 from fleetctl.reconcile import victims
-from fleetctl.words import WORKERS, Child, FleetPicture, Kind, Phase
+from fleetctl.words import WORKERS, Child, FleetPicture, FleetState, Kind, Phase
 
 if TYPE_CHECKING:
     from fleet.registry import Registry, View
@@ -101,9 +100,9 @@ async def _scale(
     from fleetctl.picture import take_picture
 
     async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
-        before = await take_picture(registry, wire, target.fleet, etcd, state)
-        old = before.desired
+        _, old = await _wanted(registry, target.fleet)
         new = _changed(old, counts, budget, advise)
+        before = await take_picture(registry, wire, target.fleet, etcd, state)
         said = _said(old, new)
         leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
         fields: dict[str, Any] = {
@@ -131,9 +130,8 @@ async def _scale(
         if wait and counts is None:
             decision = await _wait_decided(registry, target.fleet, new.mode, decided_at, limit)
             said += f"; it wants prefill={decision.prefill} decode={decision.decode}: {decision.why}"
-        elif wait:
-            await _wait_settled(target, registry, new, limit)
-            await wait_ended(target, "", limit)
+        elif wait and counts is not None:
+            await _wait_settled(target, registry, new, counts, limit)
         note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
         verb = "scaled" if wait else "set"
         target.say(f"{said}{note}" if counts is None else f"{verb} {said}{note}", **fields, settled=wait)
@@ -151,20 +149,28 @@ def _changed(old: Desired | None, counts: dict[str, int] | None, budget: int | N
     return Desired(counts.get("prefill", kept["prefill"]), counts.get("decode", kept["decode"]))
 
 
+async def _wanted(registry: Registry, fleet: str) -> tuple[int, Desired | None]:
+    """The revision of what is wanted, and what it is; 0 and None: nothing yet. Raises `Unavailable`."""
+    from fleet.member import desired_key
+    from fleet.targets import parse_desired
+
+    entry = await registry.entry(desired_key(fleet))
+    return (0, None) if entry is None else (entry.modified, parse_desired(entry.value))
+
+
 async def _write(
     registry: Registry, fleet: str, counts: dict[str, int] | None, budget: int | None, advise: bool
 ) -> Desired:
     """One change of all, of what stands there at that moment."""
     from fleet.member import desired_key
     from fleet.registry import Condition
-    from fleet.targets import format_desired, parse_desired
+    from fleet.targets import format_desired
 
     key = desired_key(fleet)
     for _ in range(_TRIES):
-        entry = await registry.entry(key)
-        new = _changed(None if entry is None else parse_desired(entry.value), counts, budget, advise)
-        condition = Condition(key, modified=0 if entry is None else entry.modified)
-        if await registry.put_if([condition], {key: format_desired(new)}) is not None:
+        revision, old = await _wanted(registry, fleet)
+        new = _changed(old, counts, budget, advise)
+        if await registry.put_if([Condition(key, modified=revision)], {key: format_desired(new)}) is not None:
             return new
     raise Unavailable("what is wanted is being changed by others all the time; try again")
 
@@ -203,18 +209,28 @@ def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str,
     for row in picture.workers:
         if row.role == kind and row.state in phases:
             load = None if row.running is None or row.waiting is None else row.running + row.waiting
-            have.append(Child(row.id, kind, phases[row.state], 0.0, row.pid, load))
+            silent_since = 0.0 if row.state == "silent" else None
+            have.append(Child(row.id, kind, phases[row.state], 0.0, row.pid, load, silent_since))
     return [(child.name, why) for child, why in victims(have, len(have) - want)]
 
 
-async def _wait_settled(target: Target, registry: Registry, desired: Desired, limit_s: float) -> None:
-    """Until as many as wanted are ready and nobody is on its way out; says how far it is."""
+async def _wait_settled(
+    target: Target, registry: Registry, desired: Desired, counts: dict[str, int], limit_s: float
+) -> None:
+    """Until as many as wanted are ready and nobody is on its way out, by the cards and by the supervisor
+    where there is one here; says how far it is. `counts`: what was asked for. What others want of the other
+    role meanwhile is waited for too; that they want other counts than these is an error."""
+    from fleet.member import desired_key
+    from fleet.targets import parse_desired
     from fleetctl.picture import cards_in, wait_view
 
-    have = ""
+    have, overruled = "", False
 
     def settled(view: View) -> bool:
-        nonlocal have
+        nonlocal desired, have, overruled
+        data = view.values.get(desired_key(target.fleet))
+        desired = parse_desired(data) if data is not None else desired
+        overruled = any(desired.of(kind) != count for kind, count in counts.items())
         cards = cards_in(view, target.fleet).values()
         ready = {
             kind: sum(card.role.value == kind.value and card.state == "ready" for card in cards)
@@ -224,13 +240,41 @@ async def _wait_settled(target: Target, registry: Registry, desired: Desired, li
         now = ", ".join(f"{kind} {count}/{desired.of(kind)}" for kind, count in ready.items())
         if have != (have := now + (f", {leaving} not ready or leaving" if leaving else "")):
             _progress(target, have)
-        return all(ready[kind] == desired.of(kind) for kind in WORKERS) and not leaving
+        return overruled or (all(ready[kind] == desired.of(kind) for kind in WORKERS) and not leaving)
 
-    if await wait_view(registry, target.fleet, settled, limit_s) is None:
-        raise Unavailable(
-            f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
-            "see `fleetctl status` and `fleetctl logs`"
-        )
+    clock = asyncio.get_running_loop().time
+    until = clock() + limit_s
+    while await wait_view(registry, target.fleet, settled, until - clock()) is not None:
+        if overruled:
+            raise Unavailable(
+                f"others have changed what is wanted meanwhile: prefill={desired.prefill} "
+                f"decode={desired.decode}; see `fleetctl status`"
+            )
+        # A worker's card comes after its process, and goes a little before it.
+        if _supervised(target.state(), desired):
+            return
+        await asyncio.sleep(0.05)
+    state = target.state()
+    troubles = [
+        f"{child.name}, {child.note}"
+        for child in (state.children if state else ())
+        if child.kind in WORKERS and child.phase is not Phase.READY
+    ]
+    raise Unavailable(
+        f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
+        + "".join(f"{trouble}; " for trouble in troubles[:3])
+        + "see `fleetctl status` and `fleetctl logs`"
+    )
+
+
+def _supervised(state: FleetState | None, desired: Desired) -> bool:
+    """Whether the supervisor, where there is one, has no worker but those that are wanted, and ready."""
+    if state is None:
+        return True
+    workers = [child for child in state.children if child.kind in WORKERS]
+    return all(child.phase is Phase.READY for child in workers) and all(
+        sum(child.kind is kind for child in workers) == desired.of(kind) for kind in WORKERS
+    )
 
 
 async def _wait_decided(

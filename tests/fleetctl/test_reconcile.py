@@ -100,6 +100,17 @@ def test_those_that_serve_nobody_go_first() -> None:
     assert {action.name for action in actions} == {"decode-a", "decode-b"}
 
 
+def test_a_frozen_one_goes_before_those_that_serve() -> None:
+    frozen = child("decode-a", silent_since=98.0)
+    busy, unasked = child("decode-b", load=4), child("decode-c")
+    assert acts(Desired(0, 2), [*BASE, busy, unasked, frozen]) == [
+        Stop("decode-a", "3 decode, 2 wanted; this one shows no sign of life")
+    ]
+    starting, crashed = child("decode-d", Phase.STARTING), child("decode-e", Phase.CRASHED)
+    order = [one.name for one, _ in victims([starting, busy, frozen, crashed, unasked], 5)]
+    assert order == ["decode-e", "decode-a", "decode-d", "decode-b", "decode-c"]
+
+
 def test_pools_are_decided_apart() -> None:
     children = [*BASE, child("prefill-a", load=0), child("prefill-b", load=5), child("decode-a")]
     actions = acts(Desired(1, 3), children)

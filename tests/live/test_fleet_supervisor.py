@@ -322,6 +322,60 @@ def test_a_frozen_worker_is_replaced(start: Callable[..., Fleet]) -> None:
     assert fleet.end() == 0
 
 
+def test_scale_down_lets_the_frozen_one_go_and_waits_for_its_end(start: Callable[..., Fleet]) -> None:
+    fleet = start(decode=2, policy={"drain_limit_s": 1.0}, flags={"decode": ["--control.lease-ttl-s", "1"]})
+    fleet.line("fleet +ready")
+    (frozen, pid), (serving, _) = [*fleet.pids("decode").items()]
+    (fleet.control / f"{serving}.load").write_text("4")
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> dict[str, str]:
+        return {row["id"]: row["state"] for row in fleet.run("status")["workers"] if row["role"] == "decode"}
+
+    until(lambda: states() == {frozen: "silent", serving: "ready"})
+    assert fleet.run("scale", "decode=1", "--dry-run")["drain"] == [frozen]
+    assert fleet.run("scale", "decode=1", "--wait")["settled"]
+    assert [*fleet.pids("decode")] == [serving]
+    fleet.line(rf"{frozen} +stop +2 decode, 1 wanted; this one shows no sign of life")
+    assert fleet.end() == 0
+
+
+def test_who_waits_for_counts_hears_that_others_want_others(start: Callable[..., Fleet]) -> None:
+    fleet = start(decode=2)
+    fleet.line("fleet +ready")
+    for name in fleet.pids("decode"):
+        (fleet.control / f"{name}.busy").touch()
+    waiting: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: waiting.append(fleet.run("scale", "decode=1", "--wait", code=1)))
+    thread.start()
+    fleet.line(r"decode-\w+ +stop ")
+    # More of the other role is no contradiction; what it waits for is that, too.
+    fleet.run("scale", "prefill=2")
+    fleet.line(r"prefill-\w+ +ready")
+    assert thread.is_alive()
+    fleet.run("scale", "decode=3")
+    thread.join(FAILS_AFTER_S)
+    assert (
+        "others have changed what is wanted meanwhile: prefill=2 decode=3" in waiting[0]["error"]["message"]
+    )
+    for busy in fleet.control.glob("*.busy"):
+        busy.unlink()
+    assert fleet.end() == 0
+
+
+def test_what_holds_a_change_up_is_named(start: Callable[..., Fleet]) -> None:
+    fleet = start(decode=2)
+    fleet.line("fleet +ready")
+    for name in fleet.pids("decode"):
+        (fleet.control / f"{name}.busy").touch()
+    said = fleet.run("scale", "decode=1", "--wait", "--limit", "2", code=1)["error"]["message"]
+    leaving = fleet.line(r"(decode-\w+) +stop ")[1]
+    assert re.search(rf"not settled after 2 s: .*decode 1/1.*; {leaving}, stop: 2 decode, 1 wanted", said)
+    for busy in fleet.control.glob("*.busy"):
+        busy.unlink()
+    assert fleet.end() == 0
+
+
 def test_a_full_disk_costs_what_would_be_written_there_and_no_process(start: Callable[..., Fleet]) -> None:
     fleet = start()
     fleet.line("fleet +ready")
@@ -388,9 +442,11 @@ def test_a_paused_etcd_costs_no_worker_and_status_still_answers(start: Callable[
     os.kill(before["etcd"], signal.SIGSTOP)
     try:
         status = fleet.run("status")
+        refused = fleet.run("scale", "decode=2", code=1)["error"]
     finally:
         os.kill(before["etcd"], signal.SIGCONT)
     assert status["etcd"]["state"] == "silent"
+    assert refused["type"] == "Unavailable"
     assert {row["id"] for row in status["workers"]} == {*fleet.pids("prefill"), *fleet.pids("decode")}
     assert fleet.run("scale", "decode=1", "--wait")["settled"]
     assert fleet.pids() == before
