@@ -78,6 +78,9 @@ class Unavailable(FleetError):
     grpc_status = "UNAVAILABLE"
     kind = "service_unavailable"
     retryable = True
+    retry_after_s: ClassVar[float] = 10.0
+    """What a client is told to wait: time for a small worker to be started again. Clients of OpenAI's own
+    come twice more after it, and by themselves only for a second or two."""
 
 
 class WorkerLost(Unavailable):

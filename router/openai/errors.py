@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from fleet.errors import BadRequest, FleetError, Internal, NotFound, Overloaded, Unauthorized
+from fleet.errors import BadRequest, FleetError, Internal, NotFound, Overloaded, Unauthorized, Unavailable
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -62,7 +62,7 @@ def error_event(error: FleetError) -> bytes:
 
 
 def error_headers(error: FleetError) -> Headers:
-    if isinstance(error, Overloaded):
+    if isinstance(error, (Overloaded, Unavailable)):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]

@@ -197,6 +197,19 @@ def test_overload_says_when_to_come_back(serve: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("error", [Unavailable("no worker is there"), WorkerLost("it is gone")])
+def test_so_does_a_fleet_without_workers(serve: Any, error: Unavailable) -> None:
+    """They are started again in a while: who is told nothing comes back too soon, and gives up."""
+
+    async def main() -> None:
+        async with serve(lambda request: [error]) as site:
+            for stream in (False, True):
+                response = await site.chat(stream=stream)
+                assert (response.status_code, response.headers["retry-after"]) == (503, "10")
+
+    asyncio.run(main())
+
+
 def test_a_long_wait_gets_comments_and_then_still_an_honest_end(serve: Any, text: Any, events: Any) -> None:
     go = asyncio.Event()
 
