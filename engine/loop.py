@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.settings import EngineSettings
@@ -75,8 +77,7 @@ class Speeds:
         return self._decode[0] if self._decode else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(Struct, frozen=True):
     """A step that the runner was asked for."""
 
     batch: Batch
@@ -88,6 +89,9 @@ class _Flight:
 def overlaps(setting: str, runner: Runner) -> bool:
     """Whether the next step is planned and asked for while one runs."""
     return runner.asynchronous if setting == "auto" else setting == "on"
+
+
+_NOTHING = StepReport()
 
 
 class Engine:
@@ -321,7 +325,6 @@ class Engine:
                     flights.append(self._launch(batch))
                 if flights:
                     self._tell(await self._end(flights.popleft()))
-                    self._progress()
                 else:
                     await self._wake.wait()
         finally:
@@ -365,18 +368,18 @@ class Engine:
             error = Internal(f"the runner failed: {type(failure).__name__}")
         else:
             seconds = self._now() - max(flight.since, self._step_ended)
-            tokens = sum([len(chunk.tokens) for chunk in batch.chunks])
+            tokens, sequences = sum([len(chunk.tokens) for chunk in batch.chunks]), len(batch.chunks)
             self._speeds.add(batch, seconds)
-            self._step_s[("prompt" if tokens > len(batch.chunks) else "decode",)].observe(seconds)
-            self._step_sequences.observe(len(batch.chunks))
+            self._step_s[("prompt" if tokens > sequences else "decode",)].observe(seconds)
+            self._step_sequences.observe(sequences)
             self._step_tokens.observe(tokens)
             return report
         finally:
-            self._step_ended = self._now()
+            self._step_ended = self._progress_at = self._now()
         return self._scheduler.fail(error)
 
     def _tell(self, report: StepReport) -> None:
-        if report != StepReport():
+        if report != _NOTHING:
             self._sink(report)
 
     def _settle(self) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from itertools import islice
 
+from msgspec import Struct
+
 from engine import policy
 from engine.blocks import BlockPool, PoolCounts
 from engine.loans import Loans
@@ -69,8 +71,7 @@ class Counters:
     failed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """A step. `report` is to be told before it runs."""
 
     batch: Batch
@@ -151,6 +152,8 @@ class Scheduler:
 
     def take_reservations(self) -> tuple[Reservation, ...]:
         """Granted since the last call."""
+        if not self._reservations:
+            return ()
         granted, self._reservations = tuple(self._reservations), []
         return granted
 
@@ -236,39 +239,27 @@ class Scheduler:
                     rows.append(self._chunk(sequence, 1))
                 else:
                     prompts.append((sequence, left))
-            rows += self._prompt_chunks(prompts, self._settings.max_step_tokens - len(rows))
-        for sequence, chunk in rows:
-            sequence.ahead += len(chunk.tokens)
-            sequence.coming += chunk.draw
-            if not sequence.started:
-                sequence.started = True
-                self._started.append(sequence.id)
+            if prompts or self._waiting:
+                rows += self._prompt_chunks(prompts, self._settings.max_step_tokens - len(rows))
         if rows:
             self._flights.append(_Flight(rows))
             self.counters.steps += 1
         why, self._why = tuple(self._why), []
-        return Plan(Batch(tuple(chunk for _, chunk in rows)), self._report(), why)
+        return Plan(Batch(tuple([chunk for _, chunk in rows])), self._report(), why)
 
     def apply(self, result: BatchResult) -> StepReport:
         """What the first step in flight brought. Raises `Internal`, changing nothing, when the result does
         not fit the batch; it is then to be failed."""
         assert self._flights, "no step is in flight"
         rows, size = self._flights[0].rows, self._block_size
-        count = len(rows)
-        if len(result.tokens) != count or {len(result.logprobs), len(result.scores)} - {0, count}:
-            raise Internal(f"the runner answered {len(result.tokens)} of {count} chunks")
-        scores = result.scores or ((),) * count
-        for (_, chunk), token, found in zip(rows, result.tokens, scores, strict=True):
-            if token is None and chunk.draw and chunk.matcher is None:
-                raise Internal("the runner drew no token where one was to be drawn")
-            if len(found) != len(chunk.targets):
-                raise Internal(f"the runner scored {len(found)} of {len(chunk.targets)} prompt tokens")
+        _check_fits(result, rows)
+        scores = result.scores or ((),) * len(rows)
         self._end_flight()
         drawn: list[Drawn] = []
         held: list[Held] = []
         scored: list[Scored] = []
         ready: list[Ready] = []
-        logprobs = result.logprobs or (None,) * count
+        logprobs = result.logprobs or (None,) * len(rows)
         for (sequence, chunk), token, logprob, found in zip(
             rows, result.tokens, logprobs, scores, strict=True
         ):
@@ -429,6 +420,8 @@ class Scheduler:
         """
         size = self._block_size
         need = [s for s in running if len(s.tokens) + s.coming > len(s.blocks) * size]
+        if not need:
+            return True
         if self._flights and len(need) > self.pool.available:
             return False
         for sequence in [s for s in need if self._blocks_for(len(s.tokens)) > self.pool.blocks]:
@@ -613,10 +606,16 @@ class Scheduler:
             self.counters.cached_tokens += found
 
     def _chunk(self, sequence: Sequence, count: int) -> tuple[Sequence, Chunk]:
+        """Its next tokens, in flight from now on."""
         start, known = sequence.computed + sequence.ahead, sequence.tokens
         end = start + count
         carried = sequence.coming > 0
         draw = end == len(known) + carried
+        sequence.ahead += count
+        sequence.coming += draw
+        if not sequence.started:
+            sequence.started = True
+            self._started.append(sequence.id)
         return sequence, Chunk(
             sequence.slot,
             (0,) if carried else tuple(known[start:end]),
@@ -790,6 +789,21 @@ class Scheduler:
             )
         if len(self._waiting) >= self._settings.max_waiting:
             raise Overloaded(f"{len(self._waiting)} sequences wait already (setting engine.max_waiting)")
+
+
+def _check_fits(result: BatchResult, rows: list[tuple[Sequence, Chunk]]) -> None:
+    """Raises Internal when it is no answer to these chunks."""
+    count = len(rows)
+    if len(result.tokens) != count or {len(result.logprobs), len(result.scores)} - {0, count}:
+        raise Internal(f"the runner answered {len(result.tokens)} of {count} chunks")
+    if None in result.tokens:
+        for (_, chunk), token in zip(rows, result.tokens, strict=True):
+            if token is None and chunk.draw and chunk.matcher is None:
+                raise Internal("the runner drew no token where one was to be drawn")
+    if result.scores or [chunk for _, chunk in rows if chunk.targets]:
+        for (_, chunk), found in zip(rows, result.scores or ((),) * count, strict=True):
+            if len(found) != len(chunk.targets):
+                raise Internal(f"the runner scored {len(found)} of {len(chunk.targets)} prompt tokens")
 
 
 def _refused(matcher: Matcher, token: int | None) -> FleetError | None:
