@@ -11,6 +11,7 @@ nothing. Everything else may be called at any time.
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Collection
@@ -18,6 +19,7 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 from msgspec import Struct
 
 from engine import policy
@@ -39,7 +41,7 @@ from engine.words import (
     Scored,
     StepReport,
 )
-from fleet.block_hash import BlockHash, BlockNamer
+from fleet.block_hash import BlockHash, BlockNamer, packed
 from fleet.errors import BadConstraint, BadRequest, FleetError, Internal, Overloaded
 from fleet.request import FinishReason
 
@@ -138,13 +140,13 @@ class Scheduler:
 
     def add(self, new: NewSequence) -> None:
         """Queues it. BadRequest when it could never run here, Overloaded when the queue is full."""
-        self._check(new)
+        tokens = self._checked(new)
         sequence = Sequence.of(new, self._arrivals)
         self._arrivals += 1
         if self.pool.caching:
             full = len(sequence.tokens) // self._block_size * self._block_size
             sequence.namer = BlockNamer(sequence.keys)
-            sequence.names = sequence.namer.extend(sequence.tokens[:full])
+            sequence.names = sequence.namer.extend_packed(tokens[: 4 * full])
         self._sequences[new.id] = sequence
         insort(self._waiting, sequence, key=policy.turn)
         if new.fill:
@@ -755,7 +757,8 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _check(self, new: NewSequence) -> None:
+    def _checked(self, new: NewSequence) -> bytes:
+        """Its known tokens, packed, if it could run here."""
         known = len(new.prompt) + len(new.generated)
         if new.id in self._sequences or new.id in self._quarantine:
             raise BadRequest(f"a sequence {new.id} is here already; ids must differ")
@@ -765,9 +768,11 @@ class Scheduler:
             raise BadRequest(
                 f"block size {new.keys.block_size} in the hash keys; it is {self._block_size} here"
             )
-        highest = max(max(new.prompt), max(new.generated, default=0))
-        if min(new.prompt) < 0 or highest >= 1 << 32 or (new.generated and min(new.generated) < 0):
-            raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt")
+        try:
+            tokens = packed((*new.prompt, *new.generated))
+        except struct.error:
+            raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt") from None
+        highest = int(np.frombuffer(tokens, "<u4").max())
         if highest >= self._vocabulary:
             # In a step it would end all sequences of its batch.
             raise BadRequest(
@@ -789,6 +794,7 @@ class Scheduler:
             )
         if len(self._waiting) >= self._settings.max_waiting:
             raise Overloaded(f"{len(self._waiting)} sequences wait already (setting engine.max_waiting)")
+        return tokens
 
 
 def _check_fits(result: BatchResult, rows: list[tuple[Sequence, Chunk]]) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import overload
+
+from msgspec import Struct
 
 HASH_SPEC = "blake2b-256-prefix/2"
 """Announced by every worker; a router refuses a worker with another."""
@@ -22,8 +23,7 @@ BlockHash = bytes
 """32 bytes. Workers compare all of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HashKeys:
+class HashKeys(Struct, frozen=True):
     """What besides its tokens makes a block another block."""
 
     model: str
@@ -59,9 +59,13 @@ class BlockNamer:
 
     def extend(self, tokens: Sequence[int]) -> list[BlockHash]:
         """Names of the next blocks, which `tokens` fill exactly."""
-        if len(tokens) % self._size:
-            raise ValueError(f"{len(tokens)} tokens do not fill blocks of {self._size}")
-        data, step = _packed(tokens), self._size * 4
+        return self.extend_packed(packed(tokens))
+
+    def extend_packed(self, data: bytes) -> list[BlockHash]:
+        """The same of `packed` tokens."""
+        step = self._size * 4
+        if len(data) % step:
+            raise ValueError(f"{len(data) // 4} tokens do not fill blocks of {self._size}")
         update, copy = self._state.update, self._state.copy
         names: list[BlockHash] = []
         for start in range(0, len(data), step):
@@ -163,7 +167,7 @@ class PromptNames(Sequence[int]):
         end = stop * size
         if len(data) < 4 * end:
             known = len(data) // 4
-            data = self._data = data + _packed(self._tokens[known : max(end, 2 * known)])
+            data = self._data = data + packed(self._tokens[known : max(end, 2 * known)])
         return data[start * size * 4 : end * 4]
 
 
@@ -173,6 +177,7 @@ _GRAINS = 32
 """Grains of a long prompt, at least; not twice as many."""
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
-    """32 bits each, little end first. An array of them takes half as long again to be made."""
+def packed(tokens: Sequence[int]) -> bytes:
+    """32 bits each, little end first; `struct.error` where one has no room in them. An array of them takes
+    half as long again to be made."""
     return struct.pack(f"<{len(tokens)}I", *tokens)

@@ -48,11 +48,14 @@ class Stream:
     To be read by one reader. A loss is raised after all that was said before it has been read.
     """
 
-    __slots__ = ("_said", "_urgent", "_waiter", "error", "heard_at", "number", "on_end", "over", "spoke")
+    __slots__ = (
+        "_loop", "_said", "_urgent", "_waiter", "error", "heard_at", "number", "on_end", "over", "spoke",
+    )  # fmt: skip
 
-    def __init__(self, number: int, now: float) -> None:
+    def __init__(self, number: int) -> None:
+        self._loop = asyncio.get_running_loop()
         self.number = number
-        self.heard_at = now
+        self.heard_at = self._loop.time()
         """When the worker last said anything about it; at first, when it was asked."""
         self.spoke = False
         """Whether a token came."""
@@ -65,6 +68,7 @@ class Stream:
         self._said: deque[Said] = deque()
         self._urgent: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        """Who waited last; done when there was something for it, or it has gone."""
 
     def put(self, said: Said, now: float) -> None:
         self.heard_at = now
@@ -113,16 +117,14 @@ class Stream:
                 raise error
             if self.over:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._waiter = self._loop.create_future()
+            await self._waiter
         return self._said.popleft()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class Link:
@@ -185,7 +187,7 @@ class Link:
         """
         self._count += 1
         self._send(replace(job, stream=self._count))
-        stream = Stream(self._count, asyncio.get_running_loop().time())
+        stream = Stream(self._count)
         self._streams[stream.number] = stream
         return stream
 

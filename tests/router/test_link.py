@@ -175,12 +175,12 @@ def test_a_lease_that_came_unread_is_let_go_with_its_stream() -> None:
 
 def test_an_interrupted_reader_is_woken_at_once_and_reads_nothing_more() -> None:
     async def body(hub: WireHub, link: Link, states: list[LinkState]) -> None:
-        stream = Stream(1, 0.0)
+        stream = Stream(1)
         stream.put(Token(1, 7), 0.0)
         stream.interrupt(ValueError("now"))
         with pytest.raises(ValueError, match="now"):
             await anext(stream)
-        waiting = Stream(2, 0.0)
+        waiting = Stream(2)
         reader = asyncio.ensure_future(anext(waiting))
         await asyncio.sleep(0)
         waiting.interrupt(ValueError("now"))
