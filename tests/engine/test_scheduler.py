@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -1254,7 +1254,7 @@ def test_cached_blocks_are_lent_by_name_and_stay_until_taken_back() -> None:
     "asked",
     [
         chain(tuple(range(1, 25))),
-        chain(tuple(range(24)), replace(KEYS, salt="another tenant")),
+        chain(tuple(range(24)), msgspec.structs.replace(KEYS, salt="another tenant")),
         chain(tuple(range(24)))[1:],
         [],
     ],

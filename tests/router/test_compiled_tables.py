@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fleet.block_hash import HashKeys, block_hashes, short_names
 from fleet.events import BlocksDropped, BlocksStored, Cleared, KvEvent, KvEvents, KvSnapshot, Tier
@@ -104,7 +104,7 @@ KEYS = HashKeys("model", 16, "adapter", "salt")
 def test_names_are_those_of_the_blocks_however_they_are_looked_at(
     count: int, size: int, looks: list[int], seed: int
 ) -> None:
-    chance, keys = random.Random(seed), replace(KEYS, block_size=size)
+    chance, keys = random.Random(seed), structs.replace(KEYS, block_size=size)
     tokens = tuple(chance.getrandbits(chance.choice((3, 16, 32))) for _ in range(count))
     true, names = short_names(block_hashes(tokens, keys)), NativeNames(LIBRARY, tokens, keys)
     assert len(names) == len(true)
@@ -135,7 +135,7 @@ def test_what_is_no_token_is_an_error_whenever_it_is_looked_at(wrong: object) ->
 
 def test_a_prompt_with_such_a_token_gives_no_names_that_are_wrong() -> None:
     """Part of a block behind those that are named was read before the token was."""
-    tokens, keys = (*range(1900), -1, *range(700)), replace(KEYS, block_size=500)
+    tokens, keys = (*range(1900), -1, *range(700)), structs.replace(KEYS, block_size=500)
     names = NativeNames(LIBRARY, tokens, keys)
     with pytest.raises(OverflowError):
         names[3]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fleet.block_hash import HashKeys, PromptNames, block_hashes, short_names
 from fleet.events import BlocksDropped, BlocksStored, Cleared, KvDigest, KvEvent, KvEvents, KvSnapshot, Tier
@@ -528,11 +528,15 @@ def test_pools_of_other_block_sizes_and_other_keys_never_match() -> None:
     keys = HashKeys("m", block_size=4, adapter="a", salt="s")
     made, (one, two) = proven(W1, W2)
     tell(made, one, BlocksStored(tuple(short_names(block_hashes(prompt, keys)))))
-    tell(made, two, BlocksStored(tuple(short_names(block_hashes(prompt, replace(keys, block_size=16))))))
+    tell(
+        made,
+        two,
+        BlocksStored(tuple(short_names(block_hashes(prompt, structs.replace(keys, block_size=16))))),
+    )
     assert made.match(PromptNames(prompt, keys), 0.0) == {W1: 16}
-    assert made.match(PromptNames(prompt, replace(keys, block_size=16)), 0.0) == {W2: 4}
+    assert made.match(PromptNames(prompt, structs.replace(keys, block_size=16)), 0.0) == {W2: 4}
     for other in ({"model": "n"}, {"adapter": "b"}, {"adapter": ""}, {"salt": "t"}, {"salt": ""}):
-        assert made.match(PromptNames(prompt, replace(keys, **other)), 0.0) == {}  # type: ignore[arg-type]
+        assert made.match(PromptNames(prompt, structs.replace(keys, **other)), 0.0) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 64, 200])
