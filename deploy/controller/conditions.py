@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploy.controller.pods import trouble
-from deploy.controller.render import GROUPS, MONITORS, ROLES
+from deploy.controller.pods import Trouble, condition, trouble
+from deploy.controller.render import DEPLOYMENTS, GROUPS, MONITORS, ROLES
 from deploy.controller.resource import Condition, FleetSpec, FleetStatus, PoolCount
 from deploy.controller.rollout import Step
 from deploy.controller.scene import Scene, routers_settled, stamp
@@ -33,6 +33,9 @@ class Conditions:
             last_transition_time=self._now if last is None or changed else last.last_transition_time,
             observed_generation=self._generation,
         )
+
+    def holds(self, type: str) -> bool:
+        return self._found[type].status == "True"
 
     @property
     def found(self) -> list[Condition]:
@@ -89,16 +92,15 @@ def judge(
             else ""
         )
         conditions.add("Progressing", True, reason, f"{step.why}; {numbers}{blind}")
-    troubles = [
-        (pod["metadata"]["name"], found)
-        for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"]))
-        if (found := trouble(pod, now)) is not None
-    ]
+    troubles = _troubles(observed, scene, now)
     missing = [kind for kind in sorted(observed.absent) if _needs(spec, kind)]
     if troubles:
-        kinds = sorted({one.kind for _, one in troubles})
-        said = "; ".join(f"{pod}: {one.kind}: {one.message}" for pod, one in troubles[:5])
-        more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""
+        kinds = sorted({one.kind for one in troubles})
+        said = "; ".join(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {one.kind}: {one.message}"
+            for one, names in list(troubles.items())[:5]
+        )
+        more = f"; and {len(troubles) - 5} other troubles" if len(troubles) > 5 else ""
         reason = kinds[0] if len(kinds) == 1 else "SeveralTroubles"
         conditions.add("Degraded", True, reason, said + more)
     elif observed.refused:
@@ -119,6 +121,20 @@ def judge(
         )
     else:
         conditions.add("RolledBack", False, "AsExpected", "")
+
+
+def _troubles(observed: Observed, scene: Scene, now: float) -> dict[Trouble, list[str]]:
+    """Whose they are: names of pods, and of sets whose pods the API server does not take."""
+    found: dict[Trouble, list[str]] = {}
+    for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"])):
+        name = str(pod["metadata"]["name"])
+        if (one := trouble(pod, now, observed.warnings.get(name, ()))) is not None:
+            found.setdefault(one, []).append(name)
+    for (kind, name), live in sorted(scene.by_name.items()):
+        failure = condition(live, "ReplicaFailure") if kind == DEPLOYMENTS.kind else {}
+        if failure.get("status") == "True":
+            found.setdefault(Trouble("PodsRefused", str(failure.get("message", ""))), []).append(name)
+    return found
 
 
 def _needs(spec: FleetSpec, kind: str) -> bool:

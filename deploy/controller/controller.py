@@ -15,7 +15,7 @@ from deploy.controller.figures import Figures
 from deploy.controller.looks import Looks
 from deploy.controller.mirror import Mirror
 from deploy.controller.plan import plan, wants_judged, wants_loads
-from deploy.controller.pods import workers
+from deploy.controller.pods import unstarted, workers
 from deploy.controller.render import (
     CARRIED,
     CONTROLLER,
@@ -24,6 +24,7 @@ from deploy.controller.render import (
     METRICS_PORT,
     OWNED,
     PODS,
+    REVISION_LABEL,
     ROLE_LABEL,
 )
 from deploy.controller.scene import owned
@@ -48,6 +49,7 @@ from fleet.metrics import Family
 log = logging.getLogger(__name__)
 
 EVENTS = Resource("v1", "Event", "events")
+_TEMPLATE = (ROLE_LABEL, REVISION_LABEL, "pod-template-hash")
 FORCE = {"fieldManager": CONTROLLER, "force": "true"}
 
 
@@ -174,9 +176,31 @@ class Controller:
                 if one.ready and one.address
             }
             seen = replace(seen, loads=await self._looks.loads(pages))
+        if waiting := [pod for pod in seen.pods if unstarted(pod, now)]:
+            seen = replace(seen, warnings=await self._warnings(namespace, waiting))
         if wants_judged(seen):
             seen = replace(seen, judged=await self._looks.judged(_router_pages(seen)))
         return seen
+
+    async def _warnings(self, namespace: str, pods: list[Object]) -> dict[str, list[str]]:
+        """What nodes say of volumes, newest last. Of pods of one template one is asked about, for all."""
+        alike: dict[tuple[str, ...], list[Object]] = {}
+        for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
+            own = pod["metadata"].get("labels", {})
+            alike.setdefault(tuple(own.get(one, "") for one in _TEMPLATE), []).append(pod)
+        found: dict[str, list[str]] = {}
+        for group in alike.values():
+            query = {"fieldSelector": f"involvedObject.uid={group[0]['metadata']['uid']},reason=FailedMount"}
+            try:
+                page = await self._api.ask("GET", EVENTS.path(namespace), query)
+            except ClusterError as error:
+                # Why pods wait is worth knowing, and no reason to do nothing.
+                log.warning("%s: events cannot be read: %s", namespace, error.message)
+                return found
+            said = sorted(page.get("items") or (), key=lambda one: str(one.get("lastTimestamp") or ""))
+            texts = list(dict.fromkeys(str(one.get("message", "")) for one in said))
+            found |= {pod["metadata"]["name"]: texts for pod in group}
+        return found
 
     async def _carry_out(self, namespace: str, fleet: Object, made: Plan) -> tuple[str, ...]:
         """Each action for itself: what the API server refuses holds nothing else up."""
@@ -186,7 +210,9 @@ class Controller:
                 await self._act(namespace, fleet, action)
                 self.figures.acted(action)
             except ClusterError as error:
-                if not error.refused and not (error.missing and isinstance(action, Apply | Mark)):
+                # 500: of a field that server-side apply does not know, and where a webhook fails.
+                refuses = error.refused or error.code == 500
+                if not refuses and not (error.missing and isinstance(action, Apply | Mark)):
                     raise
                 if isinstance(action, Mark) and error.missing:
                     continue  # The pod has gone meanwhile.

@@ -32,7 +32,8 @@ RULES: list[Object] = [
     # For the planner of a fleet: it gives no right that it has not itself.
     _rule("rbac.authorization.k8s.io", ["roles", "rolebindings"], _KEEP),
     _rule("", ["pods"], [*_READ, "patch"]),
-    _rule("", ["events"], ["create", "patch"]),
+    # What nodes say of pods that do not start stands in events only; what they name is not to be read.
+    _rule("", ["events"], ["list", "create", "patch"]),
 ]
 """All that the controller may do, in any namespace; no Secrets, no exec, no nodes."""
 

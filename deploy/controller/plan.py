@@ -186,7 +186,8 @@ def plan(observed: Observed, now: float) -> Plan:
         _tell_pool(draft, pools.get(role), renderer, role, counts[role], agreement.agreed[role])
     if status != before or "status" not in fleet:
         draft.actions.append(TellFleet(status, step.why))
-    busy = not step.complete or any(one.trouble for one in scene.workers) or len(draft.actions) > 0
+    stuck = any(one.trouble for one in scene.workers)
+    busy = conditions.holds("Progressing") or stuck or len(draft.actions) > 0
     return Plan(tuple(draft.actions), BUSY_S if busy else QUIET_S)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from deploy.controller.missing import missing
 from deploy.controller.render import DELETION_COST, REVISION_LABEL, ROLE_LABEL
 from fleet.cluster import Object
 
@@ -14,6 +15,8 @@ MARKED = -1000
 UNSCHEDULED_S = 60.0
 """So long a pod may be without a node before anybody is told: nodes may have to be brought first."""
 NOT_READY_S = 300.0
+UNSTARTED_S = 5.0
+"""After it has got a node, beyond which it is asked why no container of it runs."""
 OVERDUE_S = 60.0
 """After its grace, beyond which a leaving pod holds nothing up any more: its node may never come back."""
 
@@ -32,7 +35,7 @@ LEADER = "leaderworkerset.sigs.k8s.io/worker-index"
 @dataclass(frozen=True, slots=True)
 class Trouble:
     kind: str
-    """Unschedulable, CrashLoop, ImagePull, Config, NotReady or StuckTerminating."""
+    """Unschedulable, Missing, Mount, CrashLoop, ImagePull, Config, NotReady or StuckTerminating."""
     message: str
 
 
@@ -68,18 +71,21 @@ def condition(thing: Object, type: str) -> Object:
     return {}
 
 
-def workers(pods: Iterable[Object], now: float) -> list[Worker]:
-    """In the order of their names. Routers, and followers of groups, are left out."""
+def workers(
+    pods: Iterable[Object], now: float, warnings: Mapping[str, Sequence[str]] | None = None
+) -> list[Worker]:
+    """In the order of their names. Routers, and followers of groups, are left out. `warnings`: by pod, what
+    its node says."""
     found = []
     for pod in pods:
         meta = pod["metadata"]
         own: Mapping[str, str] = meta.get("labels", {})
         if REVISION_LABEL in own and own.get(LEADER, "0") == "0":
-            found.append(worker(pod, now))
+            found.append(worker(pod, now, (warnings or {}).get(meta["name"], ())))
     return sorted(found, key=lambda one: one.pod)
 
 
-def worker(pod: Object, now: float) -> Worker:
+def worker(pod: Object, now: float, said: Sequence[str] = ()) -> Worker:
     meta, status = pod["metadata"], pod.get("status", {})
     leaving = "deletionTimestamp" in meta
     cost = meta.get("annotations", {}).get(DELETION_COST, "0")
@@ -96,12 +102,26 @@ def worker(pod: Object, now: float) -> Worker:
         address=status.get("podIP", ""),
         marked=cost == str(MARKED),
         unscheduled=condition(pod, "PodScheduled").get("status") == "False",
-        trouble=trouble(pod, now),
+        trouble=trouble(pod, now, said),
     )
 
 
-def trouble(pod: Object, now: float) -> Trouble | None:
-    """Why it will not serve soon; None: nothing known against it."""
+def unstarted(pod: Object, now: float) -> bool:
+    """Whether it has a node and none of its containers has run for a while: its node's events say why."""
+    meta, status = pod["metadata"], pod.get("status", {})
+    scheduled = condition(pod, "PodScheduled")
+    if "deletionTimestamp" in meta or scheduled.get("status") != "True":
+        return False
+    containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    waits = [one.get("state", {}).get("waiting", {}).get("reason") for one in containers]
+    return all(one in _BEFORE_START for one in waits) and now - _since(scheduled, meta) >= UNSTARTED_S
+
+
+_BEFORE_START = ("ContainerCreating", "PodInitializing")
+
+
+def trouble(pod: Object, now: float, said: Sequence[str] = ()) -> Trouble | None:
+    """Why it will not serve soon; None: nothing known against it. `said`: by its node, of its volumes."""
     meta, status = pod["metadata"], pod.get("status", {})
     if "deletionTimestamp" in meta:
         overdue = now - seconds(meta["deletionTimestamp"])
@@ -112,15 +132,22 @@ def trouble(pod: Object, now: float) -> Trouble | None:
         return None
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
+        if what := missing(pod, str(scheduled.get("message", ""))):
+            return Trouble("Missing", what)
         if now - _since(scheduled, meta) >= UNSCHEDULED_S:
             return Trouble("Unschedulable", str(scheduled.get("message", "no node has room")))
         return None
     for one in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         waiting = one.get("state", {}).get("waiting", {})
         if (kind := _WAITS.get(waiting.get("reason", ""))) is not None:
+            if what := missing(pod, str(waiting.get("message", ""))):
+                return Trouble("Missing", what)
             ended = one.get("lastState", {}).get("terminated", {})
             code = f"; it ended with code {ended['exitCode']}" if "exitCode" in ended else ""
             return Trouble(kind, f"{waiting['reason']}: {waiting.get('message', '')}{code}".strip(": "))
+    if said and unstarted(pod, now):
+        whats = list(dict.fromkeys(what for text in said if (what := missing(pod, text))))
+        return Trouble("Missing", "; ".join(whats)) if whats else Trouble("Mount", said[-1])
     ready = condition(pod, "Ready")
     if ready.get("status") == "False" and now - _since(ready, meta) >= NOT_READY_S:
         return Trouble("NotReady", f"not ready for more than {NOT_READY_S:g} s")

@@ -49,7 +49,7 @@ _START_S = 1800
 _BESIDE_DRAIN_S = 30
 _USER = 10001
 _TLS = "/etc/pdfleet/fleet-tls"
-RENDERING = 2
+RENDERING = 3
 """Of the way in which pods are made of a spec: another number is another revision of everything."""
 
 
@@ -254,11 +254,11 @@ class Renderer:
         volumes, mounts = self._volumes()
         if router.keys_secret:
             args.append("--http.keys-file=/etc/pdfleet/keys/keys.jsonl")
-            volumes.append({"name": "keys", "secret": {"secretName": router.keys_secret}})
+            volumes.append(_secret("keys", router.keys_secret, "keys.jsonl"))
             mounts.append({"name": "keys", "mountPath": "/etc/pdfleet/keys", "readOnly": True})
         if router.tls_secret:
             args += ["--http.tls-cert=/etc/pdfleet/tls/tls.crt", "--http.tls-key=/etc/pdfleet/tls/tls.key"]
-            volumes.append({"name": "tls", "secret": {"secretName": router.tls_secret}})
+            volumes.append(_secret("tls", router.tls_secret, "tls.crt", "tls.key"))
             mounts.append({"name": "tls", "mountPath": "/etc/pdfleet/tls", "readOnly": True})
         scheme = "HTTPS" if router.tls_secret else "HTTP"
         container = self._container("router", args, router, mounts, {"http": router.port})
@@ -430,10 +430,10 @@ class Renderer:
             volumes.append({"name": "model", **spec.model.volume})
             mounts.append({"name": "model", "mountPath": spec.model.mount_path, "readOnly": True})
         if spec.control.ca_secret:
-            volumes.append({"name": "ca", "secret": {"secretName": spec.control.ca_secret}})
+            volumes.append(_secret("ca", spec.control.ca_secret, "ca.crt"))
             mounts.append({"name": "ca", "mountPath": "/etc/pdfleet/ca", "readOnly": True})
         if spec.control.tls_secret:
-            volumes.append({"name": "fleet-tls", "secret": {"secretName": spec.control.tls_secret}})
+            volumes.append(_secret("fleet-tls", spec.control.tls_secret, "tls.crt", "tls.key", "ca.crt"))
             mounts.append({"name": "fleet-tls", "mountPath": _TLS, "readOnly": True})
         return volumes, mounts
 
@@ -506,6 +506,12 @@ class Renderer:
         if spec.image_pull_secrets:
             pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]
         return pod
+
+
+def _secret(volume: str, name: str, *keys: str) -> Object:
+    """With keys named, a node says which one is missing, and starts nothing that would crash without it."""
+    items = [{"key": key, "path": key} for key in keys]
+    return {"name": volume, "secret": {"secretName": name, "items": items}}
 
 
 def _environment(placed: Placed) -> list[Object]:

@@ -49,7 +49,7 @@ class Scene:
                     sets[own[ROLE_LABEL], own[REVISION_LABEL]] = one
             elif one["kind"] == REVISIONS.kind and REVISION_LABEL in own:
                 records[own[REVISION_LABEL]] = one
-        return cls(by_name, workers(observed.pods, now), sets, records)
+        return cls(by_name, workers(observed.pods, now, observed.warnings), sets, records)
 
     def count(self, role: str, revision: str) -> int:
         found = self.sets.get((role, revision))
@@ -127,7 +127,11 @@ def some_router_ready(scene: Scene, name: str) -> bool:
 
 def router_pods(observed: Observed, name: str, now: float) -> list[Worker]:
     own = selector(name, "router").items()
-    return [worker(pod, now) for pod in observed.pods if own <= pod["metadata"].get("labels", {}).items()]
+    return [
+        worker(pod, now, observed.warnings.get(pod["metadata"]["name"], ()))
+        for pod in observed.pods
+        if own <= pod["metadata"].get("labels", {}).items()
+    ]
 
 
 def stamp(now: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +41,8 @@ class Observed:
     """Requests by pod, running and waiting; of a pod that did not say: nothing."""
     judged: Mapping[str, Judged] | None = None
     """By the revision of the workers that served, several with `+`. None: not known."""
+    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By pod, what its node says of volumes, of pods that have not started."""
     refused: tuple[str, ...] = ()
     """What the API server said to the last plan's writes."""
 

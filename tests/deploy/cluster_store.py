@@ -70,7 +70,7 @@ GROUPS = Kind(
     scale={"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"},
 )  # fmt: skip
 
-_SPECLESS = {"ControllerRevision", "Event", "Secret", "ConfigMap", "ServiceAccount"}
+_PROPAGATION = {"Orphan": "orphan", "Foreground": "foregroundDeletion"}
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Store:
             assert body is not None
             return self._create(kind, namespace, body, query)
         if method == "DELETE":
-            return self._delete(kind, namespace, name)
+            return self._delete(kind, namespace, name, {**query, **(body or {})})
         old = self._objects.get(self._key(kind, namespace, name))
         if old is None:
             if method == "PATCH" and content == APPLY and not sub and body is not None:
@@ -294,27 +294,64 @@ class Store:
             raise ClusterError(422, "Invalid", f'{kind.kind} "{name}" is invalid: {"; ".join(wrong)}')
         return found
 
-    def _delete(self, kind: Kind, namespace: str, name: str) -> Object:
+    def _delete(self, kind: Kind, namespace: str, name: str, options: Mapping[str, Any]) -> Object:
         key = self._key(kind, namespace, name)
         old = self._objects.get(key)
         if old is None:
             raise _missing(kind, name)
-        grace = old.get("spec", {}).get("terminationGracePeriodSeconds", 30) if kind.kind == "Pod" else 0
+        grace: int = old.get("spec", {}).get("terminationGracePeriodSeconds", 30) if kind.kind == "Pod" else 0
+        if options.get("gracePeriodSeconds") is not None:
+            grace = int(options["gracePeriodSeconds"])
         node = old.get("spec", {}).get("nodeName")
-        if old["metadata"].get("finalizers") or (kind.kind == "Pod" and node):
-            if "deletionTimestamp" not in old["metadata"]:
-                new = copy.deepcopy(old)
-                new["metadata"]["deletionTimestamp"] = self.stamp(grace)
-                new["metadata"]["deletionGracePeriodSeconds"] = grace
-                return self._put("MODIFIED", key, kind, new, old, "DELETE")
+        new = copy.deepcopy(old)
+        meta = new["metadata"]
+        finalizer = _PROPAGATION.get(options.get("propagationPolicy", ""))
+        if finalizer and finalizer not in meta.get("finalizers", []):
+            meta["finalizers"] = [*meta.get("finalizers", []), finalizer]
+        if not meta.get("finalizers") and not (kind.kind == "Pod" and node and grace):
+            return self._remove(key, kind, old)
+        if "deletionTimestamp" not in meta:
+            meta["deletionTimestamp"] = self.stamp(grace)
+            meta["deletionGracePeriodSeconds"] = grace
+            # As the real one counts: being deleted is another generation of it.
+            meta["generation"] = meta.get("generation", 1) + 1
+        if new == old:
             return copy.deepcopy(old)
-        return self._remove(key, kind, old)
+        answer = self._put("MODIFIED", key, kind, new, old, "DELETE")
+        self._collect(key)
+        return answer
 
-    def finish(self, namespace: str, pod: str) -> None:
-        """What a kubelet says at the end of a pod that was asked to go."""
-        key = ("/api/v1/pods", namespace, pod)
-        if key in self._objects:
-            self._remove(key, self.kinds["/api/v1/pods"], self._objects[key])
+    def _collect(self, key: tuple[str, str, str]) -> None:
+        """What the garbage collector does for one that waits for it, where it can by now."""
+        one = self._objects.get(key)
+        finalizers = one["metadata"].get("finalizers", []) if one else []
+        if one is None or not {"orphan", "foregroundDeletion"} & {*finalizers}:
+            return
+        uid = one["metadata"]["uid"]
+        for (root, namespace, name), child in list(self._objects.items()):
+            owners = child["metadata"].get("ownerReferences", [])
+            if uid not in [owner.get("uid") for owner in owners]:
+                continue
+            if "orphan" in finalizers:
+                freed = copy.deepcopy(child)
+                freed["metadata"]["ownerReferences"] = [one for one in owners if one.get("uid") != uid]
+                place = (root, namespace, name)
+                self._put("MODIFIED", place, self.kinds[root], freed, child, "PATCH")
+            elif "deletionTimestamp" not in child["metadata"]:
+                self._delete(self.kinds[root], namespace, name, {"propagationPolicy": "Foreground"})
+        waits = "foregroundDeletion" in finalizers and any(
+            owner.get("uid") == uid and owner.get("blockOwnerDeletion")
+            for child in self._objects.values()
+            for owner in child["metadata"].get("ownerReferences", [])
+        )
+        if not waits and key in self._objects:
+            left = [each for each in finalizers if each not in ("orphan", "foregroundDeletion")]
+            new = copy.deepcopy(self._objects[key])
+            new["metadata"]["finalizers"] = left
+            if left:
+                self._put("MODIFIED", key, self.kinds[key[0]], new, one, "PATCH")
+            else:
+                self._remove(key, self.kinds[key[0]], new)
 
     def _remove(self, key: tuple[str, str, str], kind: Kind, old: Object) -> Object:
         gone = copy.deepcopy(old)
@@ -326,7 +363,11 @@ class Store:
         for (root, namespace, name), one in list(self._objects.items()):
             owners = one["metadata"].get("ownerReferences", [])
             if any(owner.get("uid") == uid for owner in owners) and (root, namespace, name) in self._objects:
-                self._delete(self.kinds[root], namespace, name)
+                self._delete(self.kinds[root], namespace, name, {})
+        owners = {owner.get("uid") for owner in gone["metadata"].get("ownerReferences", [])}
+        for place, one in list(self._objects.items()):
+            if one["metadata"]["uid"] in owners:
+                self._collect(place)
         return gone
 
     def _put(
@@ -339,7 +380,7 @@ class Store:
         self.writes.append(f"{how} {key[0]}/{key[2]}")
         if any(owner.get("uid") in self._gone for owner in new["metadata"].get("ownerReferences", [])):
             # Made by somebody who had not heard that its owner is gone: it is collected, too.
-            self._delete(kind, key[1], key[2])
+            self._delete(kind, key[1], key[2], {})
         return copy.deepcopy(new)
 
     def _record(self, type: str, kind: Kind, new: Object, old: Object | None) -> None:

@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 import aiohttp
-from cluster_nodes import asked_to_go, set_ready, tell
-from cluster_store import Store
+from cluster_nodes import OnNode
 
-from fleet.cluster import Object
+from fleet.cluster import Object, Resource
 
 ROOT = Path(__file__).parents[2]
+SECRETS = Resource("v1", "Secret", "secrets")
 
 
 class ProcessKubelet:
@@ -34,51 +34,62 @@ class ProcessKubelet:
         """Pod → exit code of its process, of those that were asked to go."""
         self.processes: dict[str, asyncio.subprocess.Process] = {}
 
-    async def run(self, store: Store, pod: Object) -> None:
-        meta, spec = pod["metadata"], pod["spec"]
-        namespace, name = meta["namespace"], meta["name"]
+    async def run(self, own: OnNode, pod: Object) -> None:
+        name, spec = own.name, pod["spec"]
         (container,) = spec["containers"]
         self._hosts += 1
         address = f"{self._net}.{self._hosts}"
-        tell(store, namespace, name, podIP=address)
-        live = asyncio.ensure_future(self._start(store, namespace, name, address, spec))
+        live = asyncio.ensure_future(self._start(own, address, spec))
         try:
-            await asked_to_go(store, namespace, name)
-            set_ready(store, namespace, name, False)
+            await own.asked_to_go()
+            await own.set_ready(False)
             live.cancel()
             await asyncio.gather(live, return_exceptions=True)
-            await self._stop(name, address, container, spec["terminationGracePeriodSeconds"], pod)
-            store.finish(namespace, name)
+            await self._stop(name, address, container, spec["terminationGracePeriodSeconds"])
+            await own.finish()
         finally:
             live.cancel()
             if (process := self.processes.get(name)) is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
 
-    async def _start(self, store: Store, namespace: str, name: str, address: str, spec: Object) -> None:
+    async def _start(self, own: OnNode, address: str, spec: Object) -> None:
         """Containers do not start before their Secrets are there."""
         (container,) = spec["containers"]
-        while (mounts := self._mounted(store, namespace, name, container, spec["volumes"])) is None:
+        creating = {
+            "name": container["name"], "image": container["image"], "imageID": "", "ready": False,
+            "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}},
+        }  # fmt: skip
+        await own.tell(podIP=address, phase="Pending", containerStatuses=[creating])
+        while (mounts := await self._mounted(own, container, spec["volumes"])) is None:
             await asyncio.sleep(0.25)
         container = {**container, "args": [_moved(one, mounts) for one in container.get("args", [])]}
-        await self._live(store, namespace, name, address, container)
+        await self._live(own, address, container)
 
-    def _mounted(
-        self, store: Store, namespace: str, name: str, container: Object, volumes: list[Object]
-    ) -> dict[str, str] | None:
-        """Where what is to be at a path of the container is here; None: a Secret is not there."""
-        secrets_of = {one["name"]: one["secret"]["secretName"] for one in volumes if "secret" in one}
+    async def _mounted(self, own: OnNode, container: Object, volumes: list[Object]) -> dict[str, str] | None:
+        """Where what is to be at a path of the container is here; None: a Secret, or a key of it, is missing,
+        which an event tells as a real kubelet does."""
+        secrets_of = {one["name"]: one["secret"] for one in volumes if "secret" in one}
         found = {}
         for mount in container.get("volumeMounts", []):
-            if (secret := secrets_of.get(mount["name"])) is not None:
-                live = store.one("secrets", secret, namespace)
-                if live is None:
+            if (source := secrets_of.get(mount["name"])) is None:
+                continue
+            failed = f'MountVolume.SetUp failed for volume "{mount["name"]}" : '
+            live = await own.read(SECRETS, source["secretName"])
+            if not live:
+                await own.warn("FailedMount", f'{failed}secret "{source["secretName"]}" not found')
+                return None
+            data = live.get("data", {})
+            files = {one["path"]: one["key"] for one in source.get("items", [])} or {key: key for key in data}
+            for key in files.values():
+                if key not in data:
+                    await own.warn("FailedMount", f"{failed}references non-existent secret key: {key}")
                     return None
-                folder = self._folder / f"{name}.{mount['name']}"
-                folder.mkdir()
-                for file, text in live["data"].items():
-                    (folder / file).write_bytes(base64.b64decode(text))
-                found[mount["mountPath"]] = str(folder)
+            folder = self._folder / f"{own.name}.{mount['name']}"
+            folder.mkdir(exist_ok=True)
+            for path, key in files.items():
+                (folder / path).write_bytes(base64.b64decode(data[key]))
+            found[mount["mountPath"]] = str(folder)
         return found
 
     def _command(self, command: list[str], address: str, env: dict[str, str]) -> list[str]:
@@ -96,36 +107,40 @@ class ProcessKubelet:
         }
         return {**os.environ, "PYTHONPATH": str(ROOT), **given}
 
-    async def _live(self, store: Store, namespace: str, name: str, address: str, container: Object) -> None:
+    async def _live(self, own: OnNode, address: str, container: Object) -> None:
         """Starts it, again where it ends, and says how its probes go."""
-        restarts, env = 0, self._variables(name, address, container)
+        name, restarts = own.name, 0
+        env = self._variables(name, address, container)
         command = self._command([*container["command"], *container.get("args", [])], address, env)
+
+        async def tell(state: Object, last: Object) -> None:
+            said = {
+                "name": container["name"], "image": container["image"], "imageID": "", "ready": False,
+                "restartCount": restarts, "state": state, "lastState": last,
+            }  # fmt: skip
+            await own.tell(phase="Running", containerStatuses=[said])
+
         while True:
             with (self._folder / f"{name}.log").open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *command, env=env, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
                 )
             self.processes[name] = process
-            tell(store, namespace, name, phase="Running", containerStatuses=[
-                {"name": "pdfleet", "restartCount": restarts, "state": {"running": {}}}
-            ])  # fmt: skip
-            probing = asyncio.ensure_future(self._probe(store, namespace, name, address, container))
+            await tell({"running": {}}, {})
+            probing = asyncio.ensure_future(self._probe(own, address, container))
             try:
                 await process.wait()
             finally:
                 probing.cancel()
-            set_ready(store, namespace, name, False)
+            await own.set_ready(False)
             restarts += 1
-            tell(store, namespace, name, containerStatuses=[
-                {"name": "pdfleet", "restartCount": restarts,
-                 "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-                 "lastState": {"terminated": {"exitCode": process.returncode}}}
-            ])  # fmt: skip
+            ended = {"terminated": {"exitCode": process.returncode}}
+            await tell({"waiting": {"reason": "CrashLoopBackOff"}}, ended)
             await asyncio.sleep(min(10.0, 0.2 * 2**restarts))
 
-    async def _probe(self, store: Store, namespace: str, name: str, address: str, container: Object) -> None:
+    async def _probe(self, own: OnNode, address: str, container: Object) -> None:
         if "readinessProbe" not in container:
-            set_ready(store, namespace, name, True)
+            await own.set_ready(True)
             return
         probe = container["readinessProbe"]["httpGet"]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
@@ -138,11 +153,11 @@ class ProcessKubelet:
                     async with session.get(url) as response:
                         ready = response.status == 200
                 if ready is not was:
-                    set_ready(store, namespace, name, ready)
+                    await own.set_ready(ready)
                     was = ready
                 await asyncio.sleep(0.25)
 
-    async def _stop(self, name: str, address: str, container: Object, grace_s: float, pod: Object) -> None:
+    async def _stop(self, name: str, address: str, container: Object, grace_s: float) -> None:
         process = self.processes.get(name)
         if process is None or process.returncode is not None:
             return

@@ -334,10 +334,10 @@ def test_a_pod_that_never_ends_does_not_hold_up_a_rollout() -> None:
         s.create(prefill={"replicas": 1}, decode={"replicas": 2})
         await s.settle()
         old = s.fleet()["status"]["revision"]
-        s.workloads._kubelet.behave = lambda pod: Behaviour(drain_s=1.0)  # type: ignore[attr-defined]
         stuck = s.pods("decode")[0]["metadata"]["name"]
-        finish = s.store.finish
-        s.store.finish = lambda space, pod: None if pod == stuck else finish(space, pod)  # type: ignore[method-assign]
+        s.behaviours = lambda pod: Behaviour(
+            drain_s=float("inf") if pod["metadata"]["name"] == stuck else 1.0
+        )
         s.change(image="pdfleet:2")
         await s.settle(limit_s=2000)
         assert s.fleet()["status"]["revision"] != old

@@ -136,7 +136,8 @@ def test_all_processes_of_a_fleet_hold_each_other_to_one_name() -> None:
             files = {given[f"control.tls-{part}"] for part in ("ca", "cert", "key")}
             assert files == {f"{mount}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")}
             (volume,) = [one for one in pod["volumes"] if one["name"] == "fleet-tls"]
-            assert volume["secret"] == {"secretName": "own"}
+            assert volume["secret"]["secretName"] == "own"
+            assert {one["path"] for one in volume["secret"]["items"]} == {"tls.crt", "tls.key", "ca.crt"}
     assert renderer(SPEC).tls_name in {f"{one['metadata']['name']}.default.svc" for one in everything(SPEC)}
 
 
