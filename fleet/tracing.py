@@ -7,7 +7,7 @@ OpenTelemetry is an extra (`tracing`) and is imported only when an endpoint is s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 Attributes = Mapping[str, str | bool | int | float]
-TRACEPARENT = b"traceparent"
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,17 @@ class Tracer:
         self._tracer = self._provider.get_tracer("pdfleet")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, name: str, traceparent: bytes | None) -> Trace:
-        """The root of a request's tree, below its `traceparent` where it brings a good one."""
+    def begin(self, name: str, headers: Iterable[tuple[bytes, bytes]], now: float) -> Trace:
+        """The root of a request's tree, below its `traceparent` where it brings a good one. `now`: this
+        moment on the clock of its times."""
         from opentelemetry.trace import SpanKind
 
-        context = None
-        if traceparent is not None:
-            context = self._propagator.extract({"traceparent": traceparent.decode("latin-1")})
-        return Trace(self._tracer, self._tracer.start_span(name, context, SpanKind.SERVER))
+        carried = {
+            one.decode(): [value.decode("latin-1") for key, value in headers if key == one]
+            for one in (TRACEPARENT, TRACESTATE)
+        }
+        context = self._propagator.extract(carried) if carried["traceparent"] else None
+        return Trace(self._tracer, name, context, SpanKind.SERVER, now)
 
     def close(self) -> None:
         self._provider.shutdown()
@@ -88,13 +91,15 @@ class Tracer:
 class Trace:
     """One request's."""
 
-    __slots__ = ("_context", "_offset_ns", "_span", "_tracer")
+    __slots__ = ("_context", "_offset_ns", "_over", "_span", "_tracer")
 
-    def __init__(self, tracer: Any, span: Any) -> None:
+    def __init__(self, tracer: Any, name: str, context: Any, kind: Any, now: float) -> None:
         self._tracer = tracer
-        self._span = span
+        # The wall clock is asked once: what is set meanwhile must not tear parts from their whole.
+        self._offset_ns = time.time_ns() - int(now * 1e9)
+        self._span = tracer.start_span(name, context, kind, start_time=self._at(now))
         self._context: Any = None
-        self._offset_ns = 0
+        self._over = now
 
     @property
     def sampled(self) -> bool:
@@ -110,10 +115,10 @@ class Trace:
         return f"00-{trace}-{span}-{context.trace_flags:02x}".encode()
 
     def over(self, now: float) -> None:
-        """From here on spans are added: `now` is this moment on the clock of their times."""
+        """It was over then; from here on spans are added."""
         from opentelemetry.trace import set_span_in_context
 
-        self._offset_ns = time.time_ns() - int(now * 1e9)
+        self._over = now
         self._context = set_span_in_context(self._span)
 
     def span(self, name: str, begin: float, end: float, attributes: Attributes, parent: Any = None) -> Any:
@@ -134,7 +139,7 @@ class Trace:
             self._span.set_attributes(attributes)
             if error:
                 self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end()
+        self._span.end(self._at(self._over))
 
     def _at(self, seconds: float) -> int:
         return int(seconds * 1e9) + self._offset_ns

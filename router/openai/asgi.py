@@ -319,8 +319,7 @@ class _Exchange:
         self.length = 0
         self._trace: Trace | None = None
         if ingress.tracer is not None and prepare is not None:
-            parent = next((value for name, value in scope["headers"] if name == TRACEPARENT), None)
-            self._trace = ingress.tracer.begin(f"POST {path}", parent)
+            self._trace = ingress.tracer.begin(f"POST {path}", scope["headers"], self._began)
         self.refused = self._look_at_headers()
 
     # -- before the body

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fleet.errors import ERRORS
 from router.openai.stream import Choice, Job
 from router.record import HandoffRecord, Records
 from router.run import Terms
@@ -30,8 +31,9 @@ class Finished:
 
     @property
     def ours(self) -> bool:
-        """Whether the failure, if it is one, is not the client's."""
-        return self.status >= 500 or self.outcome == "defect"
+        """Whether the failure, if it is one, is not the client's. One in mid-stream has no status to tell."""
+        row = ERRORS.get(self.outcome)
+        return self.outcome == "defect" or (self.status if row is None else row.http) >= 500
 
     def answers(self) -> Iterator[tuple[Choice, HandoffRecord | None]]:
         """Each with its way through the fleet, where that is known."""

@@ -6,13 +6,14 @@ that one clock times the whole and nothing more crosses the wire.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fleet.stages import Stage
 from fleet.tracing import Attributes, Trace
 from router.openai.finished import Finished
 from router.openai.stream import Choice
-from router.record import HandoffRecord, HandoffState
+from router.record import HandoffRecord, HandoffState, Transition
 
 
 def end_trace(trace: Trace, finished: Finished) -> None:
@@ -55,6 +56,9 @@ def _answer(trace: Trace, choice: Choice, record: HandoffRecord | None, ended: f
 
     if grouped:
         parent = part("answer", 0.0, marks.get(Stage.ENDED), {"pdfleet.answer": choice.index})
+    steps = record.transitions if record is not None else []
+    legs = [step for step in steps if step.considered is not None]
+    """Workers as they were chosen."""
     tokenized, sent, first = (
         marks.get(stage) for stage in (Stage.TOKENIZED, Stage.PREFILL_SENT, Stage.FIRST_TOKEN)
     )
@@ -66,19 +70,40 @@ def _answer(trace: Trace, choice: Choice, record: HandoffRecord | None, ended: f
     if decided:
         part("admission", tokenized, admitted, {"pdfleet.why": "; ".join(str(one["why"]) for one in decided)})
     if sent is not None:
-        part("route", admitted, sent, _chosen(record, HandoffState.PREFILLING))
+        part("route", admitted, sent, _told(legs[:1]))
     queued = marks.get(Stage.PREFILL_STARTED)
     waited = {"pdfleet.queued_s": queued - sent} if queued is not None and sent is not None else {}
-    part("prefill", sent, first, {**waited, **_chosen(record, HandoffState.PREFILLING)})
+    prompts = [
+        leg for leg in legs if leg.state is HandoffState.PREFILLING and (first is None or leg.at <= first)
+    ]
+    part("prefill", sent, first, {**waited, **_told(prompts)})
     part("transfer", marks.get(Stage.PULL_STARTED), marks.get(Stage.PULL_ENDED), {})
     handed, over = marks.get(Stage.DECODE_SENT), marks.get(Stage.ENDED)
-    part("decode", handed if handed is not None else first, over, _chosen(record, HandoffState.PULLING))
+    part("decode", handed if handed is not None else first, over, _told(legs))
+    for leg, lost in _lost(steps, first):
+        part("attempt", leg.at, lost.at, {**_told([leg]), "pdfleet.lost": lost.why})
     part("stream", first, over, {"pdfleet.completion_tokens": choice.answer.tokens})
 
 
-def _chosen(record: HandoffRecord | None, state: HandoffState) -> Attributes:
-    """The worker of the last step into that state, and why it was chosen."""
-    for step in reversed(record.transitions if record is not None else ()):
-        if step.state is state and step.worker is not None:
-            return {"pdfleet.worker": step.worker, "pdfleet.why": step.why}
-    return {}
+def _told(legs: Sequence[Transition]) -> Attributes:
+    """The last one's worker, and why it was chosen."""
+    return {"pdfleet.worker": str(legs[-1].worker), "pdfleet.why": legs[-1].why} if legs else {}
+
+
+def _lost(steps: Sequence[Transition], first: float | None) -> Iterator[tuple[Transition, Transition]]:
+    """Each worker that was asked in vain: the step to it, and the one that says why. `first`: when the first
+    token came; a prefill worker that gave it and keeps no KV has done its part."""
+    leg: Transition | None = None
+    for step in steps:
+        if step.considered is not None:
+            leg = step
+        elif (
+            leg is not None
+            and step.worker == leg.worker
+            and step.state in (HandoffState.RESERVED, HandoffState.READY)
+        ):
+            done = leg.state is HandoffState.PREFILLING and (
+                step.state is HandoffState.READY or step.at == first
+            )
+            if not done:
+                yield leg, step

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from whole_fleet import MODEL, Box
 
+from fleet.errors import WorkerLost
 from fleet.tracing import Tracer, TraceSettings
 from router.settings import CostSettings, RouterSettings
 
@@ -84,6 +86,37 @@ def test_one_tree_a_request(tokenizer_json: str) -> None:
     asyncio.run(main())
 
 
+def test_workers_that_were_lost_are_parts_of_the_same_tree(tokenizer_json: str) -> None:
+    async def main() -> None:
+        spans = InMemorySpanExporter()
+        async with Box(1, 2, router=SPLIT) as box, listening(box, tokenizer_json) as (ingress, port):
+            ingress.tracer = Tracer(TraceSettings(ratio=1.0), spans)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                body = {**BODY, "max_tokens": 300, "stream": True}
+                async with client.stream("POST", "/v1/completions", json=body) as answer:
+                    lines = answer.aiter_lines()
+                    for _ in range(20):
+                        await anext(lines)
+                    (record,) = box.router.flow.records.running
+                    first = record.transitions[-1].worker
+                    box.wire.cut(box.router.name)
+                    assert [line async for line in lines if line][-1] == "data: [DONE]"
+            (root,) = await roots(spans, 1)
+            ingress.tracer.close()
+        tree = {span.name: span for span in spans.get_finished_spans()}
+        assert len(tree) == len(spans.get_finished_spans())
+        assert {span.context.trace_id for span in tree.values()} == {root.context.trace_id}
+        lost, decode, prefill = (tree[name].attributes or {} for name in ("attempt", "decode", "prefill"))
+        assert lost["pdfleet.worker"] == first
+        assert "lost" in str(lost["pdfleet.lost"])
+        assert decode["pdfleet.worker"] == record.transitions[-2].worker
+        assert prefill["pdfleet.worker"] == "prefill-0"
+        for span in tree.values():
+            assert root.start_time <= span.start_time <= span.end_time <= root.end_time  # type: ignore[operator]
+
+    asyncio.run(main())
+
+
 def test_answers_of_one_request_have_each_its_own_branch(tokenizer_json: str) -> None:
     async def main() -> None:
         async with traced(tokenizer_json, 1.0) as (client, spans):
@@ -144,6 +177,49 @@ def test_what_failed_here_says_so(tokenizer_json: str) -> None:
     asyncio.run(main())
 
 
+def test_a_stream_that_breaks_off_here_says_so(serve: Any) -> None:
+    """Its status was told before: 200."""
+
+    async def main() -> None:
+        async with serve(lambda request: [5, 6, WorkerLost("gone")]) as site:
+            spans = InMemorySpanExporter()
+            site.ingress.tracer = Tracer(TraceSettings(ratio=1.0), spans)
+            answer = await site.complete(stream=True)
+            assert answer.status_code == 200
+            assert "service_unavailable" in answer.text
+            (failed,) = await roots(spans, 1)
+            assert failed.status.description == "WorkerLost"
+            site.ingress.tracer.close()
+
+    asyncio.run(main())
+
+
+def test_the_state_of_a_callers_trace_is_kept() -> None:
+    spans = InMemorySpanExporter()
+    tracer = Tracer(TraceSettings(ratio=0.0), spans)
+    parent = PARENT.format(flags="01").encode()
+    for states in ([b"a=1,b=2"], [b"a=1", b"b=2"], [b"no state"]):
+        headers = [(b"traceparent", parent), *((b"tracestate", one) for one in states)]
+        tracer.begin("POST /v1/x", headers, 0.0).end({})
+    tracer.begin("POST /v1/x", [(b"tracestate", b"a=1")], 0.0).end({})  # of no trace: ratio decides
+    kept = [span.context.trace_state.to_header() for span in spans.get_finished_spans()]
+    assert kept == ["a=1,b=2", "a=1,b=2", ""]
+
+
+@pytest.mark.parametrize("step_s", [-3600, 3600])
+def test_a_wall_clock_that_is_set_tears_no_tree_apart(step_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = InMemorySpanExporter()
+    trace = Tracer(TraceSettings(ratio=1.0), spans).begin("POST /v1/x", [], 10.0)
+    now_ns = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns + step_s * 10**9)
+    trace.over(14.0)
+    trace.span("prefill", 11.0, 12.5, {})
+    trace.end({})
+    part, root = spans.get_finished_spans()
+    assert (root.end_time or 0) - (root.start_time or 0) == 4 * 10**9
+    assert (part.start_time or 0) - (root.start_time or 0) == 10**9
+
+
 def test_spans_reach_a_collector() -> None:
     """By the real exporter, over HTTP; what is left is sent at the end."""
     came: list[bytes] = []
@@ -160,7 +236,7 @@ def test_spans_reach_a_collector() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
         tracer = Tracer(TraceSettings(url, ratio=1.0, service="mine"), instance="router-7")
-        trace = tracer.begin("POST /v1/x", None)
+        trace = tracer.begin("POST /v1/x", [], 8.0)
         trace.over(10.0)
         trace.span("prefill", 9.0, 9.5, {"a": 1})
         trace.end({"b": "two"})
