@@ -14,6 +14,8 @@ from decode_worker.settings import DecodeWorkerSettings
 from fleet.chassis import ChassisSettings
 from fleet.settings import load
 from planner.__main__ import PlannerProcessSettings
+from prefill_worker.settings import PrefillWorkerSettings
+from router.__main__ import RouterProcessSettings
 from router.openai.settings import HttpSettings
 
 UNITS = sorted((Path(__file__).parents[2] / "deploy" / "systemd").glob("*.service"))
@@ -60,7 +62,13 @@ def test_the_planners_of_a_host_write_each_its_own_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("planner", PlannerProcessSettings), ("decode", DecodeWorkerSettings)]
+    ("name", "settings"),
+    [
+        ("router", RouterProcessSettings),
+        ("decode", PrefillWorkerSettings),
+        ("decode", DecodeWorkerSettings),
+        ("planner", PlannerProcessSettings),
+    ],
 )
 def test_the_examples_of_settings_are_read(name: str, settings: type) -> None:
     file = UNITS[0].parent / f"{name}.toml"
