@@ -106,6 +106,15 @@ class Api(Protocol):
     async def close(self) -> None: ...
 
 
+def _object(text: bytes) -> Object | None:
+    """None: no object. Of a group that it does not know the API server says so in plain text."""
+    try:
+        found = json.loads(text or b"{}")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 class KubernetesApi:
     """A real one; `connect` finds it."""
 
@@ -153,10 +162,14 @@ class KubernetesApi:
             raise Unavailable(f"{self._host} broke off: {error!r}") from None
         finally:
             response.release()
-        found: Object = json.loads(text) if text else {}
+        found = _object(text)
         if response.status >= 400:
-            raise ClusterError(
-                response.status, str(found.get("reason", "")), str(found.get("message", text[:500]))
+            status = found or {}
+            said = status.get("message") or text[:500].decode(errors="replace").strip()
+            raise ClusterError(response.status, str(status.get("reason", "")), str(said))
+        if found is None:
+            raise Unavailable(
+                f"{self._host} answers {text[:100]!r}: something else is there than an API server"
             )
         return found
 
@@ -168,7 +181,8 @@ class KubernetesApi:
         try:
             if response.status >= 400:
                 text = await response.read()
-                raise ClusterError(response.status, "", text[:500].decode(errors="replace"))
+                said = (_object(text) or {}).get("message") or text[:500].decode(errors="replace").strip()
+                raise ClusterError(response.status, "", str(said))
             while line := await response.content.readline():
                 event: Object = json.loads(line)
                 if event["type"] == "ERROR":

@@ -54,6 +54,9 @@ class Front:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rstrip("/")
+        if not self._knows(path):
+            # As the real one, which has no object to answer with there.
+            return web.Response(status=404, text="404 page not found\n")
         try:
             if (found := self._discovery(path)) is not None:
                 return web.json_response(found)
@@ -92,6 +95,13 @@ class Front:
         except (ConnectionError, asyncio.CancelledError):
             pass
         return response
+
+    def _knows(self, path: str) -> bool:
+        """Whether it has the path's group and version."""
+        parts = path.strip("/").split("/")
+        whole = 2 if parts[0] == "api" else 3
+        root = "/" + "/".join(parts[:whole])
+        return len(parts) < whole or any(kind.root == root for kind in self.store.kinds.values())
 
     def _discovery(self, path: str) -> Object | None:
         """Of kinds and versions, as far as kubectl asks."""
@@ -185,7 +195,7 @@ def _cell(one: Object, column: Object, now: float) -> Any:
 
 @asynccontextmanager
 async def api_server(folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Front]:
-    front = Front(Store(clock), folder)
+    front = Front(Store(clock, kinds=()), folder)  # None but Kubernetes' own.
     await front.start()
     try:
         yield front
