@@ -6,6 +6,7 @@ OpenTelemetry is an extra (`tracing`) and is imported only when an endpoint is s
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class TraceSettings:
 
 
 class Tracer:
-    """Begins traces. `close` sends what is left, and blocks for it."""
+    """Begins traces. `close` sends what is left."""
 
     def __init__(
         self, settings: TraceSettings, exporter: SpanExporter | None = None, instance: str = ""
@@ -84,8 +85,12 @@ class Tracer:
         context = self._propagator.extract(carried) if carried["traceparent"] else None
         return Trace(self._tracer, name, context, SpanKind.SERVER, now)
 
-    def close(self) -> None:
-        self._provider.shutdown()
+    def close(self, limit_s: float = 3.0) -> None:
+        """Blocks until what is left was sent, or for so long: a collector that is slow or away must not keep
+        a process from leaving. The exporter itself would wait for 30 s."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(limit_s)
 
 
 class Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -249,6 +250,15 @@ def test_spans_reach_a_collector() -> None:
     child, root = of_process.scope_spans[0].spans
     assert (child.name, root.name, child.parent_span_id) == ("prefill", "POST /v1/x", root.span_id)
     assert child.end_time_unix_nano - child.start_time_unix_nano == 500_000_000
+
+
+def test_a_collector_that_does_not_answer_keeps_nobody_from_leaving() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracer = Tracer(TraceSettings(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", ratio=1.0))
+        tracer.begin("POST /v1/x", [], 1.0).end({})
+        began = time.monotonic()
+        tracer.close(limit_s=0.1)
+        assert time.monotonic() - began < 9, "it waited for the exporter's own limit, 10 s"
 
 
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
