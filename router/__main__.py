@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -155,6 +155,9 @@ async def run(life: Life, settings: RouterProcessSettings) -> None:
         life.settled()
         await life.stopping.wait()
         ingress.draining = True
+        if settings.http.linger_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(life.hurrying.wait(), settings.http.linger_s)
         await lease.close()
         await server.stop(settings.http.drain_limit_s, life.hurrying)
         await serving

@@ -12,6 +12,7 @@ _MAY_BE_ZERO = (
     "vllm_names",
     "client_templates",
     "ping_s",
+    "linger_s",
     "drain_limit_s",
 )
 
@@ -109,6 +110,9 @@ class HttpSettings:
     closed, before it counts as gone."""
     deadline_s: float = 600.0
     """Longest a request may take from its acceptance to its last token, seconds."""
+    linger_s: float = 0.0
+    """Seconds after SIGTERM for which requests are still taken, while /ready says no: time for a load
+    balancer to look and to send them elsewhere. Then who connects is refused; a second SIGTERM ends it."""
     drain_limit_s: float = 60.0
     """Longest to wait for running requests after SIGTERM, seconds; then they end with an error."""
 
