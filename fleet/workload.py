@@ -331,7 +331,7 @@ def mooncake(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
     Arrivals were recorded in bins of 3 s: those of one stamp are spread at random until the next stamp.
     """
     noise = _noise(seed, "bins")
-    rows_of = _objects(lines, "timestamp", "input_length", "output_length", "hash_ids")
+    rows_of = _objects(lines, "timestamp", ("input_length", "output_length"), "hash_ids")
     bins = groupby(rows_of, key=lambda row: float(row["timestamp"]) / 1000)
     rows: list[Mapping[str, Any]] = []
     start, number = 0.0, 0
@@ -355,9 +355,9 @@ def prefill_decode_log(lines: Iterable[str], seed: int = 0) -> Iterator[Conversa
 
     The class is `priority-N`. An answer of no tokens is one of one token: the prompt was computed.
     """
-    for number, row in enumerate(_objects(lines, "ts", "il", "ol", "bh")):
+    for number, row in enumerate(_objects(lines, "ts", ("il", "ol"), "bh")):
         total = max(1, int(row["il"]))
-        whole = row["bh"][: total // LOG_BLOCK]
+        whole = (row["bh"] or [])[: total // LOG_BLOCK]
         pieces = _blocks(whole, LOG_BLOCK, len(whole) * LOG_BLOCK, seed)
         rest = total - len(whole) * LOG_BLOCK
         if rest:
@@ -374,15 +374,34 @@ def azure(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
         try:
             # Seven digits of a second there; six here.
             at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", row["TIMESTAMP"].strip()))
-            prompt, output = max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"]))
+            start = at if start is None else start
+            at_s = (at - start).total_seconds()
+            prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            _checked("TIMESTAMP", at_s, _LAST_S, "s since the first line")
+            _checked("ContextTokens", prompt, _MOST_TOKENS, "tokens")
+            _checked("GeneratedTokens", output, _MOST_TOKENS, "tokens")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number + 2} of the trace: {error}") from None
-        start = at if start is None else start
-        turn = Turn((Piece(f"{seed} row {number}", prompt),), output)
-        yield Conversation((at - start).total_seconds(), (turn,))
+        turn = Turn((Piece(f"{seed} row {number}", max(1, prompt)),), max(1, output))
+        yield Conversation(at_s, (turn,))
 
 
-def _objects(lines: Iterable[str], *needed: str) -> Iterator[Mapping[str, Any]]:
+_MOST_TOKENS = 10_000_000
+_LAST_S = 366 * 86_400.0
+
+
+def _checked(name: str, value: Any, most: float, unit: str) -> None:
+    """ValueError: no number that could be meant."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= most:
+        raise ValueError(f"{name} is {value!r}; a number of 0 to {most:g} {unit} is possible")
+
+
+def _objects(
+    lines: Iterable[str], at: str, counts: Sequence[str], blocks: str
+) -> Iterator[Mapping[str, Any]]:
+    """Rows with their moment, in ms since the trace began, numbers of tokens and names of blocks."""
+    needed = (at, *counts, blocks)
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -392,6 +411,11 @@ def _objects(lines: Iterable[str], *needed: str) -> Iterator[Mapping[str, Any]]:
                 missing = [name for name in needed if name not in row]
                 if missing:
                     raise ValueError(f"without {', '.join(missing)}")
+                _checked(at, row[at], _LAST_S * 1000, "ms since the trace began")
+                for count in counts:
+                    _checked(count, row[count], _MOST_TOKENS, "tokens")
+                if not isinstance(row[blocks], list | None):
+                    raise ValueError(f"{blocks} is no list")
             except ValueError as error:
                 raise ValueError(f"line {number} of the trace: {error}") from None
             yield row

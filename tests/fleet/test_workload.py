@@ -258,6 +258,28 @@ def test_azure_rows_are_lengths_and_times(end: str) -> None:
         (['{"bh": []}'], "line 1 of the trace: without ts, il, ol"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,3"], "line 2"),
         ([mooncake_line(5000, 3, 3, [1]), mooncake_line(0, 3, 3, [1])], "back in time"),
+        ([mooncake_line(0, 3, 3, [1]), mooncake_line(0, 10**18, 3, [1])], "line 2 .* input_length is 10"),
+        ([mooncake_line(0, 3, -3, [1])], "line 1 .* output_length is -3"),
+        ([mooncake_line(1_700_000_000_000, 3, 3, [1])], "line 1 .* ms since the trace began"),
+        (['{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}'], "timestamp is nan"),
+        (
+            ['{"timestamp": 0, "input_length": "9", "output_length": 1, "hash_ids": []}'],
+            "input_length is '9'",
+        ),
+        (['{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 7}'], "hash_ids is no list"),
+        (['{"ts": 0, "il": null, "ol": 1, "bh": []}'], "line 1 .* il is None"),
+        (
+            ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,3,-1"],
+            "line 2 .* GeneratedTokens",
+        ),
+        (
+            [
+                "TIMESTAMP,ContextTokens,GeneratedTokens",
+                "2023-11-16 18:15:46,3,1",
+                "2023-11-16 18:15:45+00:00,3,1",
+            ],
+            "line 3",
+        ),
     ],
 )
 def test_a_broken_trace_says_where(lines: list[str], said: str) -> None:
