@@ -205,7 +205,6 @@ class VirtualTimeLoop(BaseEventLoop):
         # Asked for a hundred times a request, and so by C alone: a debug mode would find nothing here.
         self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
         self.get_debug = bool  # type: ignore[method-assign]
-        self.set_task_factory(lambda loop, coro, **keywords: _OrderedTask(coro, loop=loop, **keywords))
 
     def time(self) -> float:
         """On the clock of the process that asks."""
@@ -222,6 +221,15 @@ class VirtualTimeLoop(BaseEventLoop):
     def next_age(self) -> int:
         self._tasks_made += 1
         return self._tasks_made
+
+    def create_task(
+        self,
+        coro: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        return _OrderedTask(coro, loop=self, name=name, context=context)
 
     def call_soon(  # type: ignore[override]
         self,

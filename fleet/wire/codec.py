@@ -189,18 +189,18 @@ class _Shape(Generic[W]):
         self.message = message
         hints = get_type_hints(word)
         by_name = message.DESCRIPTOR.fields_by_name
-        self._fields = [
-            _field(name, hints[name], by_name, checks.get(name))
-            for name in word.__match_args__  # type: ignore[attr-defined]
-        ]
+        names: tuple[str, ...] = word.__match_args__  # type: ignore[attr-defined]
+        self._fields = [_field(name, hints[name], by_name, checks.get(name)) for name in names]
+        # Of fewer than two names the getter gives no tuple.
+        one_by_one = lambda word: [getattr(word, name) for name in names]  # noqa: E731
+        self._values: Callable[[Any], Iterable[Any]] = attrgetter(*names) if len(names) > 1 else one_by_one
 
     def pack(self, word: W) -> Any:
         values: dict[str, Any] = {}
-        for field in self._fields:
-            name = field.name
-            value = getattr(word, name)
+        for field, value in zip(self._fields, self._values(word), strict=True):
             if value is None or not (value or field.absent):
                 continue
+            name = field.name
             if field.pack is None:
                 values[name] = value
             elif field.whole:

@@ -24,7 +24,7 @@ from fleet.errors import DeadlineExceeded, FleetError, Unavailable, WorkerLost, 
 from fleet.virtual_time import outside, true_sleep_until, true_time
 from fleet.wire import WorkerService
 from fleet.wire.calls import CALLS, Caller
-from fleet.wire.session import ENCODED, Code, RouterSession, WireSettings, WorkerSessions
+from fleet.wire.session import ENCODED, Code, RouterSession, WireSettings, WorkerSessions, wake
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ class _Way:
     """One direction between a router and a worker."""
 
     def __init__(self, hub: MemoryHub, router: str, address: str, direction: Direction) -> None:
+        self._loop = asyncio.get_running_loop()
         self._hub = hub
         self.route = (router, address, direction)
         self._last_due = 0.0
@@ -86,18 +87,16 @@ class _Way:
         self._items.append((due, item))
         if self._reader is not None and len(self._items) == 1:
             # At once the reader would only wait again.
-            outside(asyncio.get_running_loop().call_at, due, self.look)
+            outside(self._loop.call_at, due, self.look)
 
     def look(self) -> None:
         """Something may be there to be read now."""
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        wake(self._reader)
 
     async def get(self) -> Any:
-        loop = asyncio.get_running_loop()
         while True:
             if not self._items or self._hub.holds(*self.route):
-                self._reader = loop.create_future()
+                self._reader = self._loop.create_future()
                 try:
                     await self._reader
                 finally:
@@ -244,11 +243,13 @@ class MemoryHub:
         self._spoilt[address].append(how)
 
     def holds(self, router: str, address: str, direction: Direction) -> bool:
+        if not (self._frozen or self._parted):
+            return False
         return address in self._frozen or (router, address, direction) in self._parted
 
     def delay_s(self, router: str, address: str, direction: Direction) -> float:
         usual_s = self.to_worker_s if direction is Direction.TO_WORKER else self.to_router_s
-        return usual_s + self._slow.get((router, address), 0.0)
+        return usual_s + self._slow.get((router, address), 0.0) if self._slow else usual_s
 
     def _let_through(self) -> None:
         for connection in self._connections:

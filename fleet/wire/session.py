@@ -87,6 +87,12 @@ class Pipe(Protocol):
         ...
 
 
+def wake(waiter: asyncio.Future[None] | None) -> None:
+    """Whoever waits for it goes on, if anybody does."""
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
 T = TypeVar("T")
 
 
@@ -113,7 +119,8 @@ class Link(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[FleetError] = self._loop.create_future()
         self._final: FleetError | None = None
-        self._wake = asyncio.Event()
+        self._idle: asyncio.Future[None] | None = None
+        """What the writer waits for while there is nothing to write."""
         self._beat = self._wrote = False
         self._ticked = self._loop.time()
         self._reading_since = self._writing_since = math.inf
@@ -136,7 +143,7 @@ class Link(Generic[T]):
     def finish(self, why: FleetError) -> None:
         """When all that is queued is written and, if the pipe can tell, read."""
         self._final = self._final or why
-        self._wake.set()
+        wake(self._idle)
 
     def put(self, item: T, weight: int) -> None:
         """Never blocks; no-op once ended or finishing."""
@@ -144,7 +151,7 @@ class Link(Generic[T]):
             return
         self._outbox.append(item)
         self._weight += weight
-        self._wake.set()
+        wake(self._idle)
         if self._weight > self._settings.backlog:
             self.end(Overloaded(f"the peer is too slow: {self._weight} tokens or messages wait for it"))
 
@@ -196,8 +203,8 @@ class Link(Generic[T]):
                 elif self._beat:
                     data = _HEARTBEAT
                 else:
-                    self._wake.clear()
-                    await self._wake.wait()
+                    self._idle = self._loop.create_future()
+                    await self._idle
                     continue
                 self._wrote, self._beat = True, False
                 self._writing_since = self._loop.time()
@@ -221,7 +228,7 @@ class Link(Generic[T]):
             self.end(Unavailable(f"nothing taken for {now - self._writing_since:.1f} s"))
         self._beat = not self._wrote
         self._wrote = False
-        self._wake.set()
+        wake(self._idle)
         self._ticked = now
         self._timer = self._loop.call_later(self._settings.heartbeat_s / 2, self._tick)
 
@@ -244,9 +251,11 @@ class RouterSession:
         self._link: Link[Any] = Link(pipe, settings, lambda outbox: (outbox.popleft(), 1))
         self._inbox: deque[Frame] = deque()
         self._closing = False
-        self._came = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._came: asyncio.Future[None] | None = None
+        """What the reader waits for while there is nothing to read."""
         self._room = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = self._loop.create_task(self._run())
 
     def send(self, message: ToWorker) -> None:
         """As `Session.send`; `BadRequest` or `TooLarge` when this message cannot be said at all."""
@@ -268,8 +277,8 @@ class RouterSession:
         while not self._inbox:
             if why := self._link.ended:
                 raise self._lost(why)
-            self._came.clear()
-            await self._came.wait()
+            self._came = self._loop.create_future()
+            await self._came
         self._room.set()
         return self._inbox.popleft()
 
@@ -288,7 +297,7 @@ class RouterSession:
         try:
             return await self._link.run(self._deliver)
         finally:
-            self._came.set()
+            wake(self._came)
             await self._hang_up()
 
     async def _deliver(self, data: Any) -> None:
@@ -297,7 +306,7 @@ class RouterSession:
         except Malformed as error:
             raise WorkerLost(f"it sent a frame that cannot be read: {error}") from None
         self._inbox.append(frame)
-        self._came.set()
+        wake(self._came)
         while len(self._inbox) >= _INBOX_FRAMES and not self._closing:
             self._room.clear()
             await self._room.wait()
