@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from deploy.controller.drift import differs
 from deploy.controller.render import CARRIED, ROLES, Renderer
 from deploy.controller.resource import FleetPoolStatus, FleetSpec
 from deploy.controller.words import Action, Apply, Carry, Say
@@ -43,6 +44,12 @@ def agree(fleet: Object, spec: FleetSpec, pools: Mapping[str, Object], renderer:
             continue
         theirs, before = pool.get("spec", {}).get("replicas", 0), pool_status(pool).agreed_replicas
         if theirs == ours:
+            handle = renderer.pool(role, ours)
+            if found := differs(handle, pool):
+                # Such as its owner, where an earlier fleet was deleted without its pools. Not if somebody
+                # scales it meanwhile.
+                handle["metadata"]["resourceVersion"] = pool["metadata"]["resourceVersion"]
+                actions.append(Apply(handle, found))
             continue
         # A pool may be scaled again after its count was carried over and before its status tells of it.
         carried = notes.get(CARRIED + role) == str(ours)

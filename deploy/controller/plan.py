@@ -123,6 +123,11 @@ def plan(observed: Observed, now: float) -> Plan:
     if asked not in scene.records:
         number = 1 + max((int(one.get("revision", 0)) for one in scene.records.values()), default=0)
         draft.apply(renderer.record(asked, number), scene, observed.absent, "a new revision of spec")
+    for name, one in sorted(scene.records.items()):
+        if not made_by(one, fleet):
+            # Of an earlier fleet that was deleted without it.
+            again = renderer.recorded(name, int(one.get("revision", 0)), one.get("data"))
+            draft.apply(again, scene, observed.absent)
     specs = _readable(scene, spec)
     specs[asked] = spec
     if target not in specs:

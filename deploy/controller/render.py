@@ -234,12 +234,11 @@ class Renderer:
         return made
 
     def record(self, revision: str, number: int) -> Object:
-        made = self._object(
-            REVISIONS,
-            f"{self.name}-{revision}",
-            data={"spec": shape(self.spec), "rendering": RENDERING},
-            revision=number,
-        )
+        return self.recorded(revision, number, {"spec": shape(self.spec), "rendering": RENDERING})
+
+    def recorded(self, revision: str, number: int, data: object) -> Object:
+        """With what was written down before, which cannot be changed."""
+        made = self._object(REVISIONS, f"{self.name}-{revision}", data=data, revision=number)
         made["metadata"]["labels"][REVISION_LABEL] = revision
         return made
 

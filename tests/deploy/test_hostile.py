@@ -18,6 +18,7 @@ from deploy.controller.render import (
     ACCOUNTS,
     DEPLOYMENTS,
     FLEET_LABEL,
+    OWNED,
     RENDERING,
     REVISION_LABEL,
     REVISIONS,
@@ -100,12 +101,10 @@ def test_leftovers_without_an_owner_are_gone_on_with() -> None:
         s.create()
         await s.settle()
         pods = {pod["metadata"]["name"] for pod in s.pods("decode")}
-        for (root, space, name), one in list(s.store._objects.items()):
-            if one["kind"] not in ("Pod", "InferenceFleet") and "ownerReferences" in one["metadata"]:
-                changed = copy.deepcopy(one)
-                del changed["metadata"]["ownerReferences"]
-                s.store._objects[root, space, name] = changed
-        s.store.handle("DELETE", FLEETS.path("default", "demo"), {}, None, JSON)
+        s.store.handle("DELETE", FLEETS.path("default", "demo"), {"propagationPolicy": "Orphan"}, None, JSON)
+        assert not [
+            one for kind in OWNED for one in s.store.all(kind.plural) if one["metadata"]["ownerReferences"]
+        ]
         s.create()
         await s.settle()
         await asyncio.sleep(60)
@@ -113,6 +112,10 @@ def test_leftovers_without_an_owner_are_gone_on_with() -> None:
         uid = s.fleet()["metadata"]["uid"]
         (service,) = [one for one in s.store.all("services") if one["metadata"]["name"] == "demo"]
         assert [one["uid"] for one in service["metadata"]["ownerReferences"]] == [uid]
+        s.store.handle("DELETE", FLEETS.path("default", "demo"), {}, None, JSON)
+        await asyncio.sleep(60)
+        left = [(one["kind"], one["metadata"]["name"]) for kind in OWNED for one in s.store.all(kind.plural)]
+        assert left == []
 
     play(story)
 
