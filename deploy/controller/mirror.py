@@ -40,6 +40,8 @@ class Mirror:
         self._changed = changed
         self._query = {"labelSelector": FLEET_LABEL} if labelled else {}
         self._objects: dict[tuple[str, str], Object] = {}
+        self._told = 0
+        """Version up to which list or watch has told all."""
 
     def get(self, namespace: str, name: str) -> Object | None:
         return self._objects.get((namespace, name))
@@ -55,18 +57,23 @@ class Mirror:
         return self._objects.values()
 
     def wrote(self, written: Object) -> None:
-        """What the API server answered to a write: the watch may tell it later."""
-        self._put(written, tell=False)
+        """What the API server answered to a write: the watch may tell it later. Or it has told already that
+        the object is gone, and would not do so again."""
+        if _key(written) in self._objects or _number(written) > self._told:
+            self._put(written, tell=False)
 
     async def run(self) -> None:
         """Does not end."""
-        wait_s = _FIRST_S
+        wait_s, loop = _FIRST_S, asyncio.get_running_loop()
         while True:
             try:
                 version = await self._list()
                 wait_s = _FIRST_S
                 while True:
+                    began = loop.time()
                     version = await self._watch(version)
+                    # One that ends at once, as while a definition changes, is not asked for all the time.
+                    await asyncio.sleep(max(0.0, _FIRST_S - (loop.time() - began)))
             except ClusterError as error:
                 if error.missing:
                     self._gone_absent()
@@ -107,6 +114,7 @@ class Mirror:
             if not more:
                 break
         before, self._objects = self._objects, found
+        self._told = int(version) if version.isdigit() else 0
         self.absent = False
         self.synced.set()
         for key in before.keys() | found.keys():
@@ -121,6 +129,7 @@ class Mirror:
         async for event in self._api.follow(self._path, query):
             one: Object = event["object"]
             version = _version(one)
+            self._told = _number(one)
             if event["type"] == "BOOKMARK":
                 continue
             if event["type"] == "DELETED":
