@@ -124,7 +124,7 @@ def _run_cards(report: Mapping[str, Any]) -> str:
     lag = report["generator"]["lag_ms"]
     if lag:
         kind = "good" if report["generator"]["kept_up"] else "bad"
-        cards.append(card("generator's lag p99", f"{lag['p99']:.2g} ms", kind))
+        cards.append(card("generator's lag p99", f"{_short(lag['p99'])} ms", kind))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 

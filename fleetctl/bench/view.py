@@ -80,7 +80,7 @@ def figures(report: Mapping[str, Any]) -> RenderableType:
     if lag is not None:
         parts.append(
             Text(
-                f"generator: sends late by {lag['p50']:.2g} / {lag['p99']:.2g} ms (p50 / p99), "
+                f"generator: sends late by {pair(lag)} ms (p50 / p99), "
                 f"{report['generator']['cpu_share']:.0%} of a core",
                 style="dim",
             )

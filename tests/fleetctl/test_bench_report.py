@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from fleet.errors import BadRequest
 from fleet.goodput import End, Outcome
@@ -24,6 +26,7 @@ from fleetctl.bench.plots import Axis, Rule, Series, cdf, plot
 from fleetctl.bench.prompts import COMMON, COUNT, Texts, Vocabulary, words_for
 from fleetctl.bench.report import figures_of_trial, report, timeline
 from fleetctl.bench.search import Search, SearchSettings, Trial, hopeless_after, wilson
+from fleetctl.bench.view import figures
 from fleetctl.bench.words import Failure, Record, end_of_error, end_of_status
 
 # Texts.
@@ -182,6 +185,9 @@ def test_a_generator_that_was_late_says_so() -> None:
     late = told([record(at, [0.1, 0.2], lag_s=0.3 if at < 3 else 0.0) for at in range(100)])
     assert not late["generator"]["kept_up"]
     assert "did not keep up" in late["remarks"][0]
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(figures(late))
+    assert "sends late by 0 / 300 ms" in console.export_text()
     early = told([record(at, [0.1, 0.2], lag_s=-0.0005) for at in range(100)])
     assert early["generator"]["lag_ms"]["max"] == 0
 
