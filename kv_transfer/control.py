@@ -217,7 +217,7 @@ class _Serving:
         self._writer = writer
         self._open: dict[int, Reading] = {}
         self._told: set[int] = set()
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning: dict[int, asyncio.Task[None]] = {}
         self._waiting: set[asyncio.Task[None]] = set()
         self._borrowing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -234,7 +234,7 @@ class _Serving:
                 await self._writer.drain()
         finally:
             self._writer.transport.abort()
-            for task in (*self._beginning, *self._waiting, *self._borrowing):
+            for task in (*self._beginning.values(), *self._waiting, *self._borrowing):
                 task.cancel()
             self._session.abort()
             await finish(self._ended())
@@ -247,11 +247,10 @@ class _Serving:
     def _answer(self, message: ToSource) -> None:
         match message:
             case Read():
-                if message.id in self._open:
+                if message.id in self._open or message.id in self._beginning:
                     raise ValueError(f"read {message.id} is under way already")
-                task = asyncio.create_task(self._begin(message))
-                self._beginning.add(task)
-                task.add_done_callback(self._begun)
+                task = self._beginning[message.id] = asyncio.create_task(self._begin(message))
+                task.add_done_callback(lambda _: self._begun(message.id))
             case Copied():
                 self._session.copied(message.id)
             case Wait():
@@ -307,8 +306,8 @@ class _Serving:
         self._borrowing.discard(task)
         self._idle.set()
 
-    def _begun(self, task: asyncio.Task[None]) -> None:
-        self._beginning.discard(task)
+    def _begun(self, number: int) -> None:
+        del self._beginning[number]
         self._idle.set()
 
     async def _begin(self, message: Read) -> None:

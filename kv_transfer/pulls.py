@@ -123,6 +123,10 @@ class Pulls:
     ) -> AsyncGenerator[tuple[KvTicket, int]]:
         """See `Transfer.borrow`."""
         names = names[:BORROWED_BLOCKS]
+        if have >= BORROWED_BLOCKS:  # Asked nevertheless, the source would end the path.
+            raise TransferFailed(
+                f"{have} blocks are here; only of the first {BORROWED_BLOCKS} are some brought"
+            )
         ticket = KvTicket(
             worker=holder.worker,
             incarnation=holder.incarnation,
@@ -259,7 +263,9 @@ class Pulls:
                 raise
             if not path.connection.closed:
                 return path
-            self._paths.pop(key, None)
+            # Another pull that waited for the same one may have begun the next already.
+            if self._paths.get(key) is task:
+                del self._paths[key]
         raise TransferFailed("this worker's transfer layer is closed")
 
     def _forget(self, key: tuple[WorkerId, Incarnation, str], task: asyncio.Task[_Path]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fleet.errors import BadRequest, LeaseExpired, TransferFailed
 from fleet.handoff import Holder
 from kv_transfer.grants import LOANS
-from kv_transfer.messages import OPEN_BORROWS
+from kv_transfer.messages import BORROWED_BLOCKS, OPEN_BORROWS
 
 NAMES = [bytes([n]) * 32 for n in range(12)]
 CACHED = [9, 3, 40, 41, 7]
@@ -132,12 +132,14 @@ def test_who_takes_too_long_to_answer_is_given_up_and_keeps_nothing(bench, each_
         async with bench(each_transport) as world:
             source, reader = await world.side("p"), await world.side("d")
             cache = Cache(source)
+            async with reader.transfer.borrow(holder(source), NAMES[:1], 0, 20):
+                pass  # Now there is a path: the next question arrives before it is given up.
             cache.wait = asyncio.Event()
             with pytest.raises(TransferFailed, match="did not answer"):
                 async with reader.transfer.borrow(holder(source), NAMES[:5], 0, 0.2):
                     pass
             cache.wait.set()
-            await eventually(lambda: bool(cache.lent))
+            await eventually(lambda: len(cache.lent) == 2)
             await world.idle()
             assert cache.over()
 
@@ -233,5 +235,22 @@ def test_names_that_are_none_are_refused(bench):
             async with reader.transfer.borrow(holder(source), NAMES[:5], 0, 20) as (_, blocks):
                 assert blocks == 5, "the connection stands"
             await world.idle()
+
+    run(test())
+
+
+def test_of_a_sequence_that_is_longer_than_can_be_named_nothing_is_asked(bench):
+    async def test():
+        async with bench("shm") as world:
+            source, reader = await world.side("p"), await world.side("d")
+            Cache(source)
+            ticket = source.transfer.grant([4], 16)
+            async with reader.transfer.keep(ticket):
+                await reader.transfer.pull(ticket, [(0, 0)], 20)
+                names = [bytes(32)] * (BORROWED_BLOCKS + 5)
+                with pytest.raises(TransferFailed, match=f"only of the first {BORROWED_BLOCKS}"):
+                    await reader.transfer.borrow(holder(source), names, BORROWED_BLOCKS, 20).__aenter__()
+                await reader.transfer.pull(ticket, [(0, 1)], 20)
+            assert reader.transfer.counters()["connections_opened"] == 1, "the path stands"
 
     run(test())

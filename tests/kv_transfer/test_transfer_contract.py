@@ -13,6 +13,7 @@ import pytest
 
 from fleet.errors import BadRequest, FleetError, LeaseExpired, TransferFailed
 from fleet.ids import Incarnation, LeaseId
+from kv_transfer.messages import VERSION, Hello, Read, frame
 
 
 def run(test):
@@ -376,6 +377,42 @@ def test_a_restarted_source_is_pulled_from_without_restarting_the_reader(bench, 
                 with pytest.raises((LeaseExpired, TransferFailed)):
                     await reader.transfer.pull(ticket, [(0, life)], 20)
             assert len(reader.transfer._pulls._paths) <= 1
+
+    run(test())
+
+
+def test_a_path_that_breaks_as_it_is_made_is_made_once_more_for_all_who_wait(bench):
+    async def test():
+        async with bench("loopback") as world:
+            source, reader = await world.side("p"), await world.side("d")
+            ticket = source.transfer.grant([4], 16)
+
+            async def cut():
+                while not (made := world.hub.port(ticket.address).connections):
+                    await asyncio.sleep(0)
+                made[0].shut()
+
+            pulls = [reader.transfer.pull(ticket, [(0, block)], 20) for block in range(3)]
+            await asyncio.gather(cut(), *pulls)
+            assert reader.transfer.counters()["connections_opened"] == 2
+            source.transfer.release(ticket.lease)
+
+    run(test())
+
+
+def test_a_read_that_is_asked_for_twice_at_once_holds_no_block_for_ever(bench, eventually):
+    async def test():
+        async with bench("shm") as world:
+            source = await world.side("p")
+            ticket = source.transfer.grant([4], 16)
+            hello = Hello(VERSION, "d", ticket.worker, ticket.incarnation, ticket.fingerprint, 4096)
+            read = frame(Read(1, ticket.lease, [0]))
+            talk, writer = await asyncio.open_unix_connection(ticket.address.split(":", 2)[2])
+            writer.write(frame(hello) + read + read)
+            await talk.read()
+            writer.close()
+            source.transfer.release(ticket.lease)
+            await eventually(lambda: source.ended(ticket.lease) == ["released"])
 
     run(test())
 
