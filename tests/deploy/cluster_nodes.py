@@ -80,7 +80,7 @@ class PretendKubelet:
                 await own.tell(phase="Running", containerStatuses=[_container(restarts, waiting)])
                 await asyncio.sleep(min(300.0, 10.0 * 2**restarts))
                 restarts += 1
-        await own.tell(phase="Running", podIP="10.0.0.1", containerStatuses=[_container(0, None)])
+        await own.tell(phase="Running", podIP="127.255.255.1", containerStatuses=[_container(0, None)])
         if how.ready_s != float("inf"):
             await asyncio.sleep(how.ready_s)
             await own.set_ready(True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import pytest
 import trustme
 from cluster_http import Front, api_server
-from cluster_nodes import Workloads
+from cluster_nodes import Workloads, is_ready
 from kubelet import ProcessKubelet
 from servers import Etcd, Nats
 from test_kubectl import KUBECTL, fleet, fleetctl, kubectl
@@ -36,8 +37,30 @@ pytestmark = [
 MODEL = "latency:base=5,prompt=0.1,decode=5"
 
 
+Pods = Callable[[], list[Object]]
+
+
+class Site(Protocol):
+    """A cluster with a controller."""
+
+    kubeconfig: Path
+
+    def pods(self) -> list[Object]:
+        """All that there are now."""
+        ...
+
+
+class Ours:
+    def __init__(self, front: Front) -> None:
+        self.kubeconfig = front.kubeconfig
+        self._front = front
+
+    def pods(self) -> list[Object]:
+        return self._front.store.all("pods")
+
+
 @asynccontextmanager
-async def cluster(folder: Path) -> AsyncIterator[tuple[Front, ProcessKubelet]]:
+async def cluster(folder: Path) -> AsyncIterator[tuple[Ours, ProcessKubelet]]:
     async with api_server(folder) as front:
         kubelet = ProcessKubelet(folder)
         workloads = Workloads(front.store, kubelet)
@@ -49,7 +72,7 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Front, ProcessKubelet]]:
             await kubectl(front, "apply", "--server-side", "--validate=false", "-f", "-",
                           text=to_yaml(definitions()))  # fmt: skip
             acting = asyncio.ensure_future(controller.run())
-            yield front, kubelet
+            yield Ours(front), kubelet
         finally:
             tasks = [task for task in (acting, nodes) if task is not None]
             for task in tasks:
@@ -58,15 +81,10 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Front, ProcessKubelet]]:
             await api.close()
 
 
-def router(front: Front) -> str:
+def router(pods: Pods) -> str:
     """What the Service would lead to."""
-    for pod in front.store.all("pods"):
-        ready = [one for one in pod["status"].get("conditions", []) if one["type"] == "Ready"]
-        if (
-            pod["metadata"]["labels"]["pdfleet.dev/role"] == "router"
-            and ready
-            and ready[0]["status"] == "True"
-        ):
+    for pod in pods():
+        if pod["metadata"]["labels"].get("pdfleet.dev/role") == "router" and is_ready(pod):
             return f"http://{pod['status']['podIP']}:8000"
     raise AssertionError("no router is ready")
 
@@ -86,9 +104,9 @@ async def complete(client: httpx.AsyncClient, url: str, number: int, tokens: int
 class Load:
     """Requests one after another from several clients, each to a router that is ready then, until its end."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, pods: Pods) -> None:
         self.done = 0
-        self._front = front
+        self._pods = pods
         self._ended = False
 
     async def run(self, clients: int) -> None:
@@ -97,7 +115,7 @@ class Load:
             async def one(number: int) -> None:
                 turn = 0
                 while not self._ended:
-                    await complete(client, router(self._front), number * 10_000 + turn)
+                    await complete(client, router(self._pods), number * 10_000 + turn)
                     self.done += 1
                     turn += 1
 
@@ -109,8 +127,8 @@ class Load:
         self._ended = True
 
 
-async def settled(front: Front) -> None:
-    await kubectl(front, "wait", "--for=condition=Progressing=false", "ifl/demo", "--timeout=120s")
+async def settled(site: Site) -> None:
+    await kubectl(site, "wait", "--for=condition=Progressing=false", "ifl/demo", "--timeout=120s")
 
 
 def certificate() -> Object:
@@ -144,59 +162,9 @@ def test_apply_serves_and_scaling_and_updating_under_load_lose_no_request(
     tmp_path: Path, etcd: Etcd, nats: Nats
 ) -> None:
     async def go() -> None:
-        async with cluster(tmp_path) as (front, kubelet):
+        async with cluster(tmp_path) as (site, kubelet):
             try:
-                body = fleet(
-                    model={"path": MODEL, "name": "m"},
-                    control={"etcd": etcd.address, "nats": nats.url, "tlsSecret": "demo-tls"},
-                    prefill={"replicas": 1},
-                    decode={"replicas": 2},
-                    drainSeconds=60,
-                )
-                secret = certificate()
-                await kubectl(front, "apply", "--validate=false", "-f", "-", text=to_yaml([secret]))
-                await kubectl(front, "apply", "--validate=false", "-f", "-", text=body)
-                await settled(front)
-                ca, cert, key = (base64.b64decode(secret["data"][name]) for name in sorted(secret["data"]))
-                for worker in workers(front, "prefill") + workers(front, "decode"):
-                    assert await hears(worker, Tls(ca, cert, key, "demo-workers.default.svc"))
-                    assert not await hears(worker, None)
-                async with httpx.AsyncClient(timeout=60) as client:
-                    await complete(client, router(front), 0, 5)
-
-                load = Load(front)
-                loading = asyncio.create_task(load.run(4))
-                await done(load, loading, 4)
-                first = {pod["metadata"]["name"] for pod in front.store.all("pods")}
-                await kubectl(front, "scale", "fpool/demo-decode", "--replicas=1")
-                await done(load, loading, load.done + 8)
-                await until(lambda: len(workers(front, "decode")) == 1)
-                await fleetctl(front, "scale", "prefill=2", "decode=2", "--kubernetes", "default/demo",
-                               "--wait", "--limit", "120")  # fmt: skip
-                await done(load, loading, load.done + 4)
-                await fleetctl(front, "scale", "prefill=1", "decode=1", "--kubernetes", "default/demo",
-                               "--wait", "--limit", "120")  # fmt: skip
-                await done(load, loading, load.done + 4)
-                assert len(kubelet.exits) == 3
-                assert set(kubelet.exits.values()) == {0}, kubelet.exits
-                routers = {name for name in first if "router" in name}
-                assert routers <= {pod["metadata"]["name"] for pod in front.store.all("pods")}
-
-                # Another revision: each pod is another process in the end, the router as well.
-                before = {pod["metadata"]["name"] for pod in front.store.all("pods")}
-                image = '{"spec": {"image": "pdfleet:2"}}'
-                await kubectl(front, "patch", "ifl/demo", "--type=merge", "-p", image)
-                await settled(front)
-                await until(lambda: not before & {pod["metadata"]["name"] for pod in front.store.all("pods")})
-                await done(load, loading, load.done + 4)
-                load.end()
-                await loading
-                assert set(kubelet.exits) >= before
-                assert set(kubelet.exits.values()) == {0}, kubelet.exits
-                # Deleted all at once, every process still ends by itself.
-                await kubectl(front, "delete", "ifl/demo", "--timeout=60s")
-                await until(lambda: not front.store.all("pods"))
-                assert set(kubelet.exits.values()) == {0}, kubelet.exits
+                await whole_life(site, kubelet, etcd, nats)
             except BaseException:
                 print(kubelet.logs())
                 raise
@@ -204,8 +172,67 @@ def test_apply_serves_and_scaling_and_updating_under_load_lose_no_request(
     asyncio.run(go())
 
 
-def workers(front: Front, role: str) -> list[Object]:
-    return [pod for pod in front.store.all("pods") if pod["metadata"]["labels"]["pdfleet.dev/role"] == role]
+async def whole_life(site: Site, kubelet: ProcessKubelet, etcd: Etcd, nats: Nats) -> None:
+    """Of a fleet, under load, from its file to its end."""
+    body = fleet(
+        model={"path": MODEL, "name": "m"},
+        control={"etcd": etcd.address, "nats": nats.url, "tlsSecret": "demo-tls"},
+        prefill={"replicas": 1},
+        decode={"replicas": 2},
+        drainSeconds=60,
+    )
+    secret = certificate()
+    await kubectl(site, "apply", "--validate=false", "-f", "-", text=body)
+    reason = '{.status.conditions[?(@.type=="Degraded")].reason}'
+    await kubectl(site, "wait", f"--for=jsonpath={reason}=Missing", "ifl/demo", "--timeout=120s")
+    said = await kubectl(site, "get", "ifl/demo", "-o", f"jsonpath={reason.replace('reason', 'message')}")
+    assert "Secret demo-tls, named by spec.control.tlsSecret, is not there" in said
+    await kubectl(site, "apply", "--validate=false", "-f", "-", text=to_yaml([secret]))
+    await settled(site)
+    ca, cert, key = (base64.b64decode(secret["data"][name]) for name in sorted(secret["data"]))
+    for worker in workers(site.pods, "prefill") + workers(site.pods, "decode"):
+        assert await hears(worker, Tls(ca, cert, key, "demo-workers.default.svc"))
+        assert not await hears(worker, None)
+    async with httpx.AsyncClient(timeout=60) as client:
+        await complete(client, router(site.pods), 0, 5)
+
+    load = Load(site.pods)
+    loading = asyncio.create_task(load.run(4))
+    await done(load, loading, 4)
+    first = {pod["metadata"]["name"] for pod in site.pods()}
+    await kubectl(site, "scale", "fpool/demo-decode", "--replicas=1")
+    await done(load, loading, load.done + 8)
+    await until(lambda: len(workers(site.pods, "decode")) == 1)
+    await fleetctl(site, "scale", "prefill=2", "decode=2", "--kubernetes", "default/demo",
+                   "--wait", "--limit", "120")  # fmt: skip
+    await done(load, loading, load.done + 4)
+    await fleetctl(site, "scale", "prefill=1", "decode=1", "--kubernetes", "default/demo",
+                   "--wait", "--limit", "120")  # fmt: skip
+    await done(load, loading, load.done + 4)
+    assert len(kubelet.exits) == 3
+    assert set(kubelet.exits.values()) == {0}, kubelet.exits
+    routers = {name for name in first if "router" in name}
+    assert routers <= {pod["metadata"]["name"] for pod in site.pods()}
+
+    # Another revision: each pod is another process in the end, the router as well.
+    before = {pod["metadata"]["name"] for pod in site.pods()}
+    image = '{"spec": {"image": "pdfleet:2"}}'
+    await kubectl(site, "patch", "ifl/demo", "--type=merge", "-p", image)
+    await settled(site)
+    await until(lambda: not before & {pod["metadata"]["name"] for pod in site.pods()})
+    await done(load, loading, load.done + 4)
+    load.end()
+    await loading
+    assert set(kubelet.exits) >= before
+    assert set(kubelet.exits.values()) == {0}, kubelet.exits
+    # Deleted all at once, every process still ends by itself.
+    await kubectl(site, "delete", "ifl/demo", "--timeout=60s")
+    await until(lambda: not site.pods())
+    assert set(kubelet.exits.values()) == {0}, kubelet.exits
+
+
+def workers(pods: Pods, role: str) -> list[Object]:
+    return [pod for pod in pods() if pod["metadata"]["labels"].get("pdfleet.dev/role") == role]
 
 
 async def until(condition: object, limit_s: float = 120.0) -> None:

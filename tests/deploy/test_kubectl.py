@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import yaml
@@ -30,7 +31,11 @@ pytestmark = [
 ]
 
 
-async def command(front: Front, *words: str, text: str = "", code: int = 0) -> str:
+class Reached(Protocol):
+    kubeconfig: Path
+
+
+async def command(front: Reached, *words: str, text: str = "", code: int = 0) -> str:
     env = {**os.environ, "KUBECONFIG": str(front.kubeconfig), "HOME": str(front.kubeconfig.parent)}
     process = await asyncio.create_subprocess_exec(
         *words, env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -41,11 +46,11 @@ async def command(front: Front, *words: str, text: str = "", code: int = 0) -> s
     return out.decode() + (err.decode() if code else "")
 
 
-async def kubectl(front: Front, *words: str, text: str = "", code: int = 0) -> str:
+async def kubectl(front: Reached, *words: str, text: str = "", code: int = 0) -> str:
     return await command(front, str(KUBECTL), *words, text=text, code=code)
 
 
-async def fleetctl(front: Front, *words: str, code: int = 0) -> str:
+async def fleetctl(front: Reached, *words: str, code: int = 0) -> str:
     return await command(front, sys.executable, "-m", "fleetctl", *words, code=code)
 
 

@@ -44,6 +44,8 @@ class Server:
 
     host = "127.0.0.1"
     within: Sequence[str] = ()
+    limit_s = 30.0
+    """Longest it may take to start."""
 
     def __init__(self, name: str, folder: Path, port: int) -> None:
         self.folder = folder
@@ -69,7 +71,7 @@ class Server:
         with (self.folder / "log").open("ab") as log:
             command = [*self.within, *self.command()]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
-        until = monotonic() + 30
+        until = monotonic() + self.limit_s
         while True:
             try:
                 self.ask()
