@@ -290,7 +290,8 @@ async def _wait_decided(
         nonlocal found
         data = view.values.get(decision_key(fleet))
         found = parse_decision(data) if data is not None else None
-        return found is not None and found.mode == mode and found.at > before
+        # Another time, not a later one: clocks are set back.
+        return found is not None and found.mode == mode and found.at != before
 
     if await wait_view(registry, fleet, decided, limit_s) is None or found is None:
         raise Unavailable(

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fleet.member import desired_key
 from fleet.registry.etcd_registry import EtcdRegistry
+from fleet.targets import LastDecision, decision_key
 from fleetctl.state import StateFolder, alive
 from fleetctl.words import FleetState
 
@@ -414,6 +416,23 @@ def test_nothing_outlives_a_supervisor_that_is_killed_and_the_next_one_starts_cl
         {child.name for child in children}
     )
     assert again.end() == 0
+
+
+def test_a_decision_is_a_new_one_whatever_the_clock_says(start: Callable[..., Fleet]) -> None:
+    fleet = start()
+    fleet.line("fleet +ready")
+    ahead = LastDecision(9, 9, "made when the clock was an hour ahead", "act", True, time.time() + 3600)
+
+    async def write() -> None:
+        registry = EtcdRegistry(fleet.state().etcd)
+        await registry.put(decision_key("default"), msgspec.json.encode(ahead))
+        await registry.close()
+
+    asyncio.run(write())
+    assert fleet.run("scale", "auto", "--wait", "--limit", "60")["mode"] == "act"
+    decided = fleet.run("status")["planner"]["decision"]
+    assert (decided["prefill"], decided["decode"]) == (1, 1)
+    assert fleet.end() == 0
 
 
 def test_counts_nobody_can_read_change_nothing(start: Callable[..., Fleet]) -> None:
