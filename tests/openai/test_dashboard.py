@@ -252,6 +252,33 @@ def test_it_fits_a_phone_whether_there_is_nobody_or_a_thousand(workers: int) -> 
 
 
 @in_browser
+def test_it_can_be_used_by_keys_and_by_ear() -> None:
+    """Each of many workers is reached by arrow keys, and what is announced is not announced again."""
+
+    async def body(site: Site) -> None:
+        site.crowd.report()
+        async with page(site) as shown:
+            await shown.wait_for_selector("#link.good")
+            await shown.evaluate(
+                "for (const id of ['link', 'alarm']) new MutationObserver(() => { window.again = id })"
+                ".observe(document.getElementById(id), { childList: true, subtree: true })"
+            )
+            canvas, told = shown.locator("canvas").first, shown.locator(".pick").first
+            await canvas.focus()
+            await canvas.press("ArrowRight")
+            first = await told.inner_text()
+            await canvas.press("ArrowDown")
+            assert " on here: ready" in first
+            assert await told.inner_text() != first
+            await canvas.press("ArrowUp")
+            assert await told.inner_text() == first
+            await eventually(shown, "past.length >= 3")
+            assert await shown.evaluate("window.again === undefined")
+
+    play(body, Crowd(200))
+
+
+@in_browser
 def test_rows_of_workers_fit_a_narrow_phone() -> None:
     async def body(site: Site) -> None:
         site.crowd.report()
