@@ -91,7 +91,10 @@ def test_every_expression_parses_and_names_what_is_told() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (make prometheus)")
 def test_rules_and_alerts_do_what_they_say() -> None:
-    for command in (("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")):
+    for command in (
+        ("check", "config", "prometheus.yml", "containers.yml"),
+        ("test", "rules", "rules_test.yml"),
+    ):
         done = subprocess.run(
             ["promtool", *command], cwd=FOLDER / "prometheus", capture_output=True, text=True, timeout=120
         )
