@@ -214,22 +214,32 @@ def _candidates(step: Step) -> RenderableType:
     return Group(table, Text("; ".join(notes), "dim")) if notes else table
 
 
-def draw_list(rows: list[Row]) -> RenderableType:
+_WIDE = 120
+"""Columns of a terminal in which a line has room for the model and the workers, too."""
+
+
+def draw_list(rows: list[Row], width: int) -> RenderableType:
+    """One line each, with what there is room for: ids are there to be copied."""
     if not rows:
         return Text("no requests are remembered", "dim")
+    wide = width >= _WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for title in ("request", "state", "class", "model"):
+    table.add_column("request", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for title in ("class", *(["model"] if wide else [])):
         table.add_column(title, overflow="fold")
     for title in ("prompt", "TTFT", "whole"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("objectives")
-    table.add_column("workers", overflow="fold")
+    table.add_column("judged", no_wrap=True)
+    if wide:
+        table.add_column("workers", overflow="fold")
     for row in rows:
         met = {True: Text("met", "green"), False: Text("missed", "red"), None: Text("–", "dim")}[row.attained]
         ttft = "–" if row.ttft_s is None else _time(row.ttft_s)
         table.add_row(
-            Text(row.id, "bold"), row.state, row.slo_class, row.model, str(row.prompt_tokens), ttft,
-            _time(row.seconds), met, " → ".join(row.workers),
+            Text(row.id, "bold"), row.state, row.slo_class, *([row.model] if wide else []),
+            str(row.prompt_tokens), ttft, _time(row.seconds), met,
+            *([" → ".join(row.workers)] if wide else []),
         )  # fmt: skip
     return table
 

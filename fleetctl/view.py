@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,12 +25,10 @@ _LOOKS = {
 }
 """Sign and colour of each state; sign and word say it too, for those who see no colour."""
 
-_BAR = 8
+_BAR = 6
 
 
 def draw(picture: FleetPicture) -> RenderableType:
-    # A column costs its padding even where it is empty, and 80 characters are soon full.
-    remarks = any(row.restarts for row in picture.workers)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for title, align in (
         ("worker", "left"),
@@ -40,9 +38,11 @@ def draw(picture: FleetPicture) -> RenderableType:
         ("waiting", "right"),
         ("KV blocks in use", "left"),
         ("pid", "right"),
-        *([("", "left")] if remarks else []),
     ):
-        table.add_column(title, justify="right" if align == "right" else "left", no_wrap=True)
+        # Where there is no room it is the name that goes on below: cut, it could not be drained.
+        name = title == "worker"
+        justify: JustifyMethod = "right" if align == "right" else "left"
+        table.add_column(title, justify=justify, no_wrap=not name, overflow="fold" if name else "ellipsis")
     for row in picture.workers:
         table.add_row(
             Text(row.id, style="bold"),
@@ -52,7 +52,6 @@ def draw(picture: FleetPicture) -> RenderableType:
             _number(row.waiting),
             _usage(row),
             _number(row.pid),
-            *([_remark(row)] if remarks else []),
         )
     if not picture.workers:
         table.add_row(Text("no worker", style="dim"))
@@ -125,20 +124,26 @@ def _usage(row: WorkerRow) -> Text:
     cells = min(_BAR, max(round(share * _BAR), 1 if used else 0))
     style = "green" if share < 0.75 else "yellow" if share < 0.95 else "red"
     bar = Text("█" * cells, style=style).append("░" * (_BAR - cells), "dim")
-    return bar.append(f" {used}/{row.blocks_total}", "default")
+    return bar.append(f" {_short(used)}/{_short(row.blocks_total)}", "default")
 
 
-def _remark(row: WorkerRow) -> Text:
-    return Text(f"started again {row.restarts}×" if row.restarts else "", style="dim")
+def _short(count: int) -> str:
+    for size, letter in ((1_000_000, "M"), (1_000, "k")):
+        if count >= 10_000 and count >= size:
+            scaled = count / size
+            return f"{scaled:.1f}{letter}" if scaled < 9.95 else f"{scaled:.0f}{letter}"
+    return str(count)
 
 
 def _troubles(picture: FleetPicture) -> list[RenderableType]:
-    """Below the table, where there is room: what is wrong with whom."""
-    return [
-        Text.assemble((row.id, "bold"), f"  {row.note}", overflow="fold")
-        for row in picture.workers
-        if row.state in ("crashed", "silent") and row.note
-    ]
+    """Below the table, where there is room: what is or was wrong with whom."""
+    told: list[RenderableType] = []
+    for row in picture.workers:
+        notes = [row.note] if row.state in ("crashed", "silent") and row.note else []
+        notes += [f"started again {row.restarts}×"] if row.restarts else []
+        if notes:
+            told.append(Text.assemble((row.id, "bold"), f"  {'; '.join(notes)}", overflow="fold"))
+    return told
 
 
 def try_line(url: str, model: str) -> str:

@@ -158,7 +158,8 @@ def _show_list(
     from fleetctl.story import Row, draw_list
     from fleetctl.view import terminal
 
-    terminal().print(draw_list(msgspec.convert(rows, list[Row])))
+    console = terminal()
+    console.print(draw_list(msgspec.convert(rows, list[Row]), console.width))
     _warn(silent)
 
 

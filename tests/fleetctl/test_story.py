@@ -122,7 +122,7 @@ def test_lists_and_news_are_one_line_each() -> None:
         "id": "mine-1", "model": "m", "prompt_tokens": 12, "class": "batch", "state": "done", "seconds": 2.5,
         "ttft_s": None, "attained": None, "workers": ["prefill-0", "decode-1"],
     }  # fmt: skip
-    lines = drawn(draw_list([msgspec.convert(row, Row)]))
+    lines = drawn(draw_list([msgspec.convert(row, Row)], 120), 120)
     assert lines[1].split() == [
         "mine-1",
         "done",
@@ -137,7 +137,15 @@ def test_lists_and_news_are_one_line_each() -> None:
         "→",
         "decode-1",
     ]
-    assert drawn(draw_list([])) == ["no requests are remembered"]
+    assert drawn(draw_list([], 80)) == ["no requests are remembered"]
+    long = row | {
+        "id": "ef65f2c685aec5717d6cbb4c", "class": "interactive", "state": "released", "attained": False,
+        "prompt_tokens": 120_000, "ttft_s": 0.0123, "workers": ["prefill-43b1cf", "decode-effcb1"],
+    }  # fmt: skip
+    lines = drawn(draw_list([msgspec.convert(long, Row)], 80), 80)
+    assert len(lines) == 2
+    assert lines[1].startswith("ef65f2c685aec5717d6cbb4c  released  interactive")
+    assert lines[1].endswith("missed")
     step = {"event": "step", "id": "a", "state": "ready", "at_s": 0.25, "why": "lease x", "worker": "p"}
     assert event_line(step, "r").plain.split() == ["a", "250", "ms", "ready", "p", "lease", "x"]
     end = {
