@@ -10,10 +10,10 @@ from dataclasses import replace
 import msgspec
 
 from fleet.card_codec import decode_card
-from fleet.errors import FleetError, Unavailable
+from fleet.errors import BadRequest, FleetError, Unavailable
 from fleet.member import WorkerCard, desired_key, workers_prefix
 from fleet.registry import Registry, View
-from fleet.targets import decision_key, parse_decision, parse_desired, planner_prefix
+from fleet.targets import Desired, decision_key, parse_decision, parse_desired, planner_prefix
 from fleet.wire import Wire
 from fleetctl.servers import http_status
 from fleetctl.words import (
@@ -70,6 +70,14 @@ def cards_in(view: View, fleet: str) -> dict[str, WorkerCard]:
     return cards
 
 
+def readable_desired(data: bytes) -> Desired | None:
+    """None: somebody wrote what is no wanted counts, which changes nothing until it is written over."""
+    try:
+        return parse_desired(data)
+    except BadRequest:
+        return None
+
+
 async def take_picture(
     registry: Registry, wire: Wire, fleet: str, etcd: str, state: FleetState | None
 ) -> FleetPicture:
@@ -101,7 +109,7 @@ async def take_picture(
         routers=tuple(
             await asyncio.gather(*(_router(found, state) for found in _routers(view, fleet, state)))
         ),
-        desired=parse_desired(data) if data is not None else None,
+        desired=readable_desired(data) if data is not None else None,
         etcd=ServerRow(etcd, etcd_state, _pid(state, Kind.ETCD)),
         nats=ServerRow(state.nats, _phase(state, Kind.NATS), _pid(state, Kind.NATS)) if state else None,
         supervisor=state.pid if state else None,

@@ -103,8 +103,9 @@ async def _scale(
         _, old = await _wanted(registry, target.fleet)
         new = _changed(old, counts, budget, advise)
         before = await take_picture(registry, wire, target.fleet, etcd, state)
+        if not dry_run:
+            old, new = await _write(registry, target.fleet, counts, budget, advise)
         said = _said(old, new)
-        leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
         fields: dict[str, Any] = {
             "fleet": target.fleet,
             "before": {str(kind): old.of(kind) if old else 0 for kind in WORKERS},
@@ -114,6 +115,7 @@ async def _scale(
             "dry_run": dry_run,
         }
         if dry_run:
+            leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
             lines = [
                 f"would set {said}" if counts is not None else f"then {said}",
                 *(f"would drain {name}: {why}" for name, why in leaving),
@@ -126,7 +128,6 @@ async def _scale(
             target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
             return
         decided_at = before.decision.at if before.decision is not None else 0.0
-        new = await _write(registry, target.fleet, counts, budget, advise)
         if wait and counts is None:
             decision = await _wait_decided(registry, target.fleet, new.mode, decided_at, limit)
             said += f"; it wants prefill={decision.prefill} decode={decision.decode}: {decision.why}"
@@ -150,18 +151,19 @@ def _changed(old: Desired | None, counts: dict[str, int] | None, budget: int | N
 
 
 async def _wanted(registry: Registry, fleet: str) -> tuple[int, Desired | None]:
-    """The revision of what is wanted, and what it is; 0 and None: nothing yet. Raises `Unavailable`."""
+    """The revision of what is wanted, 0 for none, and what it is; None: nothing that can be read. Raises
+    `Unavailable`."""
     from fleet.member import desired_key
-    from fleet.targets import parse_desired
+    from fleetctl.picture import readable_desired
 
     entry = await registry.entry(desired_key(fleet))
-    return (0, None) if entry is None else (entry.modified, parse_desired(entry.value))
+    return (0, None) if entry is None else (entry.modified, readable_desired(entry.value))
 
 
 async def _write(
     registry: Registry, fleet: str, counts: dict[str, int] | None, budget: int | None, advise: bool
-) -> Desired:
-    """One change of all, of what stands there at that moment."""
+) -> tuple[Desired | None, Desired]:
+    """One change of all, of what stands there at that moment: that, and what stands there then."""
     from fleet.member import desired_key
     from fleet.registry import Condition
     from fleet.targets import format_desired
@@ -171,7 +173,7 @@ async def _write(
         revision, old = await _wanted(registry, fleet)
         new = _changed(old, counts, budget, advise)
         if await registry.put_if([Condition(key, modified=revision)], {key: format_desired(new)}) is not None:
-            return new
+            return old, new
     raise Unavailable("what is wanted is being changed by others all the time; try again")
 
 
@@ -221,15 +223,14 @@ async def _wait_settled(
     where there is one here; says how far it is. `counts`: what was asked for. What others want of the other
     role meanwhile is waited for too; that they want other counts than these is an error."""
     from fleet.member import desired_key
-    from fleet.targets import parse_desired
-    from fleetctl.picture import cards_in, wait_view
+    from fleetctl.picture import cards_in, readable_desired, wait_view
 
     have, overruled = "", False
 
     def settled(view: View) -> bool:
         nonlocal desired, have, overruled
         data = view.values.get(desired_key(target.fleet))
-        desired = parse_desired(data) if data is not None else desired
+        desired = (readable_desired(data) if data is not None else None) or desired
         overruled = any(desired.of(kind) != count for kind, count in counts.items())
         cards = cards_in(view, target.fleet).values()
         ready = {

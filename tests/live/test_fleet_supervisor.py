@@ -365,6 +365,29 @@ def test_who_waits_for_counts_hears_that_others_want_others(start: Callable[...,
     assert fleet.end() == 0
 
 
+def test_of_changes_at_the_same_time_each_says_what_it_changed(start: Callable[..., Fleet]) -> None:
+    fleet = start(prefill=1, decode=1)
+    fleet.line("fleet +ready")
+    said: list[dict[str, Any]] = []
+    threads = [
+        threading.Thread(target=lambda one=one: said.append(fleet.run("scale", one)))
+        for one in ("prefill=2", "decode=2", "prefill=3")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(FAILS_AFTER_S)
+    # One after another, whatever their order: each begins where another one ended.
+    changes = {(*one["before"].values(), *one["desired"].values()) for one in said}
+    at = (1, 1)
+    while changes:
+        (change,) = [one for one in changes if one[:2] == at]
+        changes.remove(change)
+        at = change[2:]
+    assert fleet.run("status")["desired"] == dict(zip(("prefill", "decode"), at, strict=True))
+    assert fleet.end() == 0
+
+
 def test_what_holds_a_change_up_is_named(start: Callable[..., Fleet]) -> None:
     fleet = start(decode=2)
     fleet.line("fleet +ready")
@@ -447,9 +470,12 @@ def test_counts_nobody_can_read_change_nothing(start: Callable[..., Fleet]) -> N
 
     asyncio.run(write(b'{"prefill": 0}'))
     fleet.line("desired +ignored .*no count for 'decode'")
-    asyncio.run(write(b'{"prefill": 2, "decode": 1}'))
+    # Who looks sees the rest, and who says all writes over it.
+    assert fleet.run("status")["desired"] is None
+    assert "give both" in fleet.run("scale", "decode=2", code=1)["error"]["message"]
+    done = fleet.run("scale", "prefill=2", "decode=1", "--wait")
+    assert (done["desired"], done["settled"]) == ({"prefill": 2, "decode": 1}, True)
     fleet.line("desired +changed +prefill=2 decode=1")
-    fleet.line(r"prefill-\w+ +ready")
     assert before.items() <= fleet.pids().items()
     assert fleet.end() == 0
 
