@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -83,12 +83,11 @@ class Plan(Struct, frozen=True):
     """Decisions worth a line in the log."""
 
 
-@dataclass(slots=True)
-class _Flight:
+class _Flight(Struct):
     """A step that is planned and has not ended."""
 
     rows: list[tuple[Sequence, Chunk]]
-    blocks: list[list[int]] = field(default_factory=list)
+    blocks: list[list[int]] = []
     """Chains that it may still read or write, though their sequences gave them up: free when it ends."""
 
 
@@ -237,7 +236,7 @@ class Scheduler:
         if running is not None and self._grow(running):
             prompts: list[tuple[Sequence, int]] = []
             for sequence in running:
-                if (left := sequence.left) == 1:
+                if (left := sequence.left()) == 1:
                     rows.append(self._chunk(sequence, 1))
                 else:
                     prompts.append((sequence, left))
@@ -262,10 +261,11 @@ class Scheduler:
         scored: list[Scored] = []
         ready: list[Ready] = []
         logprobs = result.logprobs or (None,) * len(rows)
+        running = State.RUNNING
         for (sequence, chunk), token, logprob, found in zip(
             rows, result.tokens, logprobs, scores, strict=True
         ):
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not running:
                 self.counters.discarded_tokens += len(chunk.tokens)
                 continue
             self._computed(sequence, chunk)
@@ -492,7 +492,7 @@ class Scheduler:
         """Blocks for all known tokens of a waiting sequence, and how many of them are in the cache."""
         known = len(sequence.tokens)
         # At least the last token is computed, because its logits are needed.
-        most = 0 if sequence.scoring else (known - 1) // self._block_size
+        most = 0 if sequence.scoring() else (known - 1) // self._block_size
         hits = self.pool.lookup(sequence.names, most)
         # Of the last token of those drawn elsewhere no KV comes; a prompt's may come whole.
         come = sequence.fill and known > sequence.prompt_length
@@ -562,7 +562,7 @@ class Scheduler:
                     return 0
             elif sequence not in taken and not self._skip_cached(sequence):
                 return 0
-            took = min(limit, sequence.left - taken.get(sequence, 0))
+            took = min(limit, sequence.left() - taken.get(sequence, 0))
             taken[sequence] = taken.get(sequence, 0) + took
             return took
 
@@ -585,7 +585,7 @@ class Scheduler:
         False: there are such, to be taken over when the step in flight has ended."""
         size = self._block_size
         start, rest = divmod(sequence.computed + sequence.ahead, size)
-        if rest or not self.pool.caching or sequence.scoring:
+        if rest or not self.pool.caching or sequence.scoring():
             return True
         end = self.pool.lookup(sequence.names, (len(sequence.tokens) - 1) // size, start)
         if end > start:
@@ -628,7 +628,7 @@ class Scheduler:
             # Costs O(context) a step.
             tuple(known) if draw and sequence.penalised else (),
             sequence.prompt_length,
-            tuple(known[start + 1 : min(end + 1, sequence.prompt_length)]) if sequence.scoring else (),
+            tuple(known[start + 1 : min(end + 1, sequence.prompt_length)]) if sequence.scoring() else (),
             sequence.matcher if draw else None,
             carried,
         )
@@ -648,13 +648,13 @@ class Scheduler:
         """Puts the blocks that are full now into the cache; where it has one already, uses that."""
         if not self.pool.caching:
             return
-        size, names = self._block_size, sequence.names
+        size, names, flying = self._block_size, sequence.names, sequence.in_flight
         for position in range(sequence.registered, sequence.computed // size):
             parent = names[position - 1] if position else b""
             if position == len(names):
                 assert sequence.namer is not None, "a sequence of a pool that caches has a namer"
                 names += sequence.namer.extend(sequence.tokens[position * size : (position + 1) * size])
-            if sequence.in_flight:
+            if flying:
                 # The step in flight reads this one, also where the cache has the same already.
                 self.pool.hold(own := sequence.blocks[position : position + 1])
                 self._flights[-1].blocks.append(own)

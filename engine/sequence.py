@@ -26,6 +26,8 @@ class State(StrEnum):
 class Sequence:
     """Every sequence has tokens known and tokens computed; there are no other phases.
 
+    What is asked for each token is a method: a property is called by C, which takes five times as long.
+
     The KV of `tokens[:computed]` is in `blocks`, a block table in order. What is left to compute is one
     token for a decode, more for a prompt, a chunk of a prompt, or after a preemption.
     """
@@ -74,7 +76,8 @@ class Sequence:
     """Has accepted every generated token, also while the sequence waits, preempted."""
     cancelled: bool = False
     """Cancelled in flight: ends when the step does."""
-    _table: tuple[int, ...] | None = None
+    table: tuple[int, ...] = ()
+    """`blocks`, frozen."""
 
     @classmethod
     def of(cls, new: NewSequence, arrival: int) -> Sequence:
@@ -100,7 +103,6 @@ class Sequence:
         """Tokens left to compute before the next one can be drawn; at least 1 while it lives."""
         return len(self.tokens) - self.computed
 
-    @property
     def left(self) -> int:
         """The same, as it will be when the steps in flight have ended."""
         return len(self.tokens) + self.coming - self.computed - self.ahead
@@ -109,20 +111,12 @@ class Sequence:
     def in_flight(self) -> bool:
         return self.ahead > 0
 
-    @property
     def scoring(self) -> bool:
         """Its prompt has to be computed, cached or not: log-probabilities come of it."""
         return self.scored < self.prompt_length
 
-    @property
-    def table(self) -> tuple[int, ...]:
-        """`blocks`, frozen; built again only after they changed."""
-        if self._table is None:
-            self._table = tuple(self.blocks)
-        return self._table
-
     def blocks_changed(self) -> None:
-        self._table = None
+        self.table = tuple(self.blocks)
 
     def ends_with(self, max_tokens: int) -> FinishReason | None:
         """Whether the newest token is the last one; `max_tokens` is the longest sequence of the model."""

@@ -117,7 +117,7 @@ class Roles:
         return all(service.idle() for service in self._services.values())
 
     def stepped(self, report: Any) -> None:
-        self.acting.stepped(report)
+        self._services[self.role].stepped(report)
 
     def lease_ended(self, lease: LeaseId, why: str) -> None:
         for service in self._services.values():

@@ -166,14 +166,16 @@ class _Timer(Struct, eq=False):
     context: Context
     at: float
     """On the clock of the process that set it."""
-    loop: VirtualTimeLoop
+    loop: VirtualTimeLoop | None
+    """None once it is due."""
     dropped: bool = False
 
     def cancel(self) -> None:
         if not self.dropped:
             self.dropped = True
             self.callback, self.args = _nothing, ()
-            self.loop.timer_dropped()
+            if self.loop is not None:
+                self.loop.timer_dropped()
 
     def cancelled(self) -> bool:
         return self.dropped
@@ -303,6 +305,7 @@ class VirtualTimeLoop(BaseEventLoop):
                 if timer.dropped:
                     self._cancelled -= 1
                 else:
+                    timer.loop = None
                     ready.append(timer)
             for _ in range(len(ready)):
                 handle = pop()
@@ -336,7 +339,6 @@ class VirtualTimeLoop(BaseEventLoop):
 
     def timer_dropped(self) -> None:
         # Most timers are timeouts that never fire; unswept they would pile up until they are due.
-        # The count is a guess (a timer already due counts too), which a sweep sets right.
         self._cancelled += 1
         if self._cancelled > 1000 and self._cancelled * 2 > len(self._timers):
             self._timers[:] = [entry for entry in self._timers if not entry[2].dropped]

@@ -12,9 +12,10 @@ and routers with the same picture do not all run to the same worker.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from fleet.handoff import Holder
 from fleet.ids import Incarnation, WorkerId
@@ -53,8 +54,7 @@ class Candidate(NamedTuple):
         return {name: round(v, 6) if isinstance(v, float) else v for name, v in self._asdict().items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Considered:
+class Considered(Struct, frozen=True):
     """What a choice was made from."""
 
     best: tuple[Candidate, ...]
@@ -78,8 +78,7 @@ class Considered:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Where the next leg of a request goes."""
 
     worker: WorkerId
@@ -100,8 +99,7 @@ class Choice:
     """Seconds expected for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """What a choice is about."""
 
     tokens: int

@@ -46,7 +46,7 @@ _SLOTS = 8
 def forecast(pool: Pool, choice: Choice, answer: float, settings: CostSettings) -> Forecast:
     """`answer`: how many tokens it is expected to have."""
     workers = pool.decode if choice.local else pool.prefill
-    worker = next(worker for worker in workers if worker.id == choice.worker)
+    worker = next(worker for worker in workers if worker.card.id == choice.worker)
     speed = worker.prefill_tokens_s
     work = choice.tokens / speed
     if choice.local:

@@ -28,14 +28,13 @@ class MemoryHub:
         """Told of every message before it is sent."""
         self.lost = 0
         """Messages that `up`, `lose` or a cut bus kept from everybody."""
-        self._buses: list[MemoryBus] = []
+        self._readers: dict[MemoryBus, None] = {}
+        """Most workers only speak."""
         self._way: deque[BusMessage] = deque()
         self._last_due = 0.0
 
     def bus(self) -> MemoryBus:
-        bus = MemoryBus(self)
-        self._buses.append(bus)
-        return bus
+        return MemoryBus(self)
 
     def send(self, message: BusMessage) -> None:
         self.tap(message.subject, len(message.data))
@@ -54,9 +53,12 @@ class MemoryHub:
                 self._way.append(message)
                 outside(loop.call_at, self._last_due, self._arrive_next)
 
-    def leave(self, bus: MemoryBus) -> None:
-        if bus in self._buses:
-            self._buses.remove(bus)
+    def reads(self, bus: MemoryBus, reads: bool) -> None:
+        """From now on, or no more."""
+        if reads:
+            self._readers[bus] = None
+        else:
+            self._readers.pop(bus, None)
 
     def _arrive_next(self) -> None:
         self._arrive(self._way.popleft())
@@ -65,9 +67,8 @@ class MemoryHub:
         if not self.up:
             self.lost += 1
             return
-        for bus in self._buses:
-            if bus.reads:
-                bus.receive(message)
+        for bus in self._readers:
+            bus.receive(message)
 
 
 class MemoryBus:
@@ -92,11 +93,6 @@ class MemoryBus:
     def connected(self) -> bool:
         return self._hub.up and not self.cut
 
-    @property
-    def reads(self) -> bool:
-        """Most workers only speak."""
-        return bool(self._boxes)
-
     async def publish(self, subject: str, data: bytes) -> None:
         if self.mute:
             self._hub.lost += 1
@@ -107,6 +103,7 @@ class MemoryBus:
         box = Mailbox(subject, limit, self._forget)
         self._boxes.append(box)
         self._taking.clear()
+        self._hub.reads(self, True)
         return box
 
     def receive(self, message: BusMessage) -> None:
@@ -122,8 +119,9 @@ class MemoryBus:
     async def close(self) -> None:
         for box in list(self._boxes):
             await box.close()
-        self._hub.leave(self)
 
     async def _forget(self, box: Mailbox) -> None:
         self._boxes.remove(box)
         self._taking.clear()
+        if not self._boxes:
+            self._hub.reads(self, False)

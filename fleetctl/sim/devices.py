@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 
@@ -31,7 +32,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """A dense transformer, its weights and KV in 16 bits."""
 
@@ -41,11 +42,11 @@ class Model:
     kv_heads: int
     head_dim: int
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         return 2 * self.parameters
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Of one token."""
         return 2 * self.layers * 2 * self.kv_heads * self.head_dim

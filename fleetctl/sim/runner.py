@@ -123,6 +123,9 @@ class TimedRunner:
     def _busy(self, start: float, seconds: float) -> None:
         self.busy_s += seconds
         end = start + seconds
+        if int(start) == int(end):
+            self.busy_by_second[int(start)] += end - start
+            return
         for second in range(int(start), int(end) + 1):
             self.busy_by_second[second] += max(0.0, min(end, second + 1) - max(start, second))
 

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from engine.words import Batch
 from fleetctl.sim.devices import Gpu, Model
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """What a step has to do."""
 
     prompt: int = 0
