@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from deploy.controller.drift import differs
 from deploy.controller.figures import Figures
 from deploy.controller.looks import Looks
 from deploy.controller.mirror import Mirror
@@ -49,6 +50,7 @@ from fleet.metrics import Family
 log = logging.getLogger(__name__)
 
 EVENTS = Resource("v1", "Event", "events")
+_NAMED = ("apiVersion", "kind", "metadata")
 _TEMPLATE = (ROLE_LABEL, REVISION_LABEL, "pod-template-hash")
 FORCE = {"fieldManager": CONTROLLER, "force": "true"}
 
@@ -222,6 +224,7 @@ class Controller:
 
     async def _act(self, namespace: str, fleet: Object, action: Action) -> None:
         name = fleet["metadata"]["name"]
+        body: Object
         if not isinstance(action, Say | TellFleet | TellPool):
             log.info("%s/%s: %s: %s", namespace, name, _what(action), action.why)
         match action:
@@ -229,7 +232,13 @@ class Controller:
                 mirror = self._owned[wanted["kind"]]
                 path = mirror.resource.path(namespace, wanted["metadata"]["name"])
                 await self._not_foreign(namespace, fleet, wanted, mirror, path)
-                mirror.wrote(await self._api.ask("PATCH", path, FORCE, wanted, APPLY))
+                written = await self._api.ask("PATCH", path, FORCE, wanted, APPLY)
+                if differs(wanted, written):
+                    # An apply leaves what another has added to a list whose entries are fields of their own,
+                    # such as variables of a container. A merge takes such lists as they are given.
+                    body = {key: value for key, value in wanted.items() if key not in _NAMED}
+                    written = await self._api.ask("PATCH", path, {"fieldManager": CONTROLLER}, body, MERGE)
+                mirror.wrote(written)
             case Resize(resource, set_name, count):
                 resized: Object = {"spec": {"replicas": count}}
                 path = resource.path(namespace, set_name)
@@ -243,7 +252,7 @@ class Controller:
                         raise
             case Mark(pod, cost):
                 value = None if cost is None else str(cost)
-                body: Object = {"metadata": {"annotations": {DELETION_COST: value}}}
+                body = {"metadata": {"annotations": {DELETION_COST: value}}}
                 self._pods.wrote(await self._api.ask("PATCH", PODS.path(namespace, pod), None, body, MERGE))
             case Carry(counts, version):
                 notes = {CARRIED + role: str(count) for role, count in counts.items()}

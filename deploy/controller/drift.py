@@ -48,6 +48,10 @@ def differs(wanted: Any, live: Any, path: str = "") -> str | None:
             if found:
                 return found
         return None
+    if isinstance(wanted, list) and path == "metadata.ownerReferences":
+        # Others may own it as well.
+        by = {one.get("uid"): one for one in live or ()}
+        return next(filter(None, (differs(one, by.get(one["uid"]), path) for one in wanted)), None)
     if isinstance(wanted, list):
         if not isinstance(live, list) or len(live) != len(wanted):
             return None if not wanted and live is None else f"{path}: {_short(live)} ≠ {_short(wanted)}"

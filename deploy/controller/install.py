@@ -31,7 +31,7 @@ RULES: list[Object] = [
     _rule("monitoring.coreos.com", ["podmonitors"], _KEEP),
     # For the planner of a fleet: it gives no right that it has not itself.
     _rule("rbac.authorization.k8s.io", ["roles", "rolebindings"], _KEEP),
-    _rule("", ["pods"], [*_READ, "patch"]),
+    _rule("", ["pods"], ["list", "watch", "patch"]),
     # What nodes say of pods that do not start stands in events only; what they name is not to be read.
     _rule("", ["events"], ["list", "create", "patch"]),
 ]

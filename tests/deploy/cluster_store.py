@@ -234,7 +234,7 @@ class Store:
         meta = new["metadata"]
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": self.stamp(), "generation": 1}
         if manager:
-            self._own(new, manager, body)
+            self._own(new, manager, set(leaves(body, kind.schema is None)))
         return self._put("ADDED", key, kind, new, None, "POST")
 
     def _update(
@@ -421,24 +421,27 @@ class Store:
 
     def _applied(self, kind: Kind, old: Object, body: Object, manager: str, force: bool) -> Object:
         """What others set stays; what this manager set before and does not any more goes."""
+        keyed = kind.schema is None
         new = copy.deepcopy(old)
         owned = self._fields(old)
         mine, theirs = (
-            set(leaves(body)),
+            set(leaves(body, keyed)),
             {path: who for who, paths in owned.items() if who != manager for path in paths},
         )
-        taken = [path for path in mine & theirs.keys() if at_path(old, path) != at_path(body, path)]
+        both = [path for path in mine & theirs.keys() if not path[-1].startswith("k:")]
+        taken = [path for path in both if at_path(old, path) != at_path(body, path)]
         if taken and not force:
             said = ", ".join(f'conflict with "{theirs[path]}": {".".join(path)}' for path in sorted(taken))
             raise ClusterError(409, "Conflict", f"Apply failed with 1 conflict: {said}")
-        for path in owned.get(manager, set()) - mine:
-            if path not in theirs:
+        for path in sorted(owned.get(manager, set()) - mine, key=len, reverse=True):
+            # An entry goes with its key, if nobody else has set anything of it.
+            if not any(other[: len(path)] == path for other in theirs):
                 drop(new, path)
-        new = overlaid(new, body)
+        new = overlaid(new, body, keyed)
         for who in list(owned):
             if who != manager:
                 owned[who] -= set(taken)
-        self._own(new, manager, body, owned)
+        self._own(new, manager, mine, owned)
         return new
 
     @staticmethod
@@ -450,9 +453,12 @@ class Store:
 
     @staticmethod
     def _own(
-        new: Object, manager: str, body: Object, owned: dict[str, set[tuple[str, ...]]] | None = None
+        new: Object,
+        manager: str,
+        mine: set[tuple[str, ...]],
+        owned: dict[str, set[tuple[str, ...]]] | None = None,
     ) -> None:
-        fields = {**(owned or {}), manager: set(leaves(body))}
+        fields = {**(owned or {}), manager: mine}
         new["metadata"]["managedFields"] = [
             {
                 "manager": who,
@@ -610,36 +616,84 @@ def at(one: Any, path: str) -> Any:
     return one
 
 
+_KEYS: dict[str, tuple[str, ...]] = {
+    "containers": ("name",), "initContainers": ("name",), "env": ("name",), "volumes": ("name",),
+    "volumeMounts": ("mountPath",), "imagePullSecrets": ("name",), "ownerReferences": ("uid",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+}  # fmt: skip
+"""Lists of Kubernetes' own kinds whose entries are fields of their own, by what tells them apart."""
+
+
+def entry_keys(name: str, entries: Any) -> tuple[str, ...] | None:
+    """None: the list is one field."""
+    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+        return None
+    if name == "ports":
+        first = next((key for key in ("containerPort", "port") if key in entries[0]), "")
+        # Those of a NetworkPolicy are one field, and have names.
+        return (first, "protocol") if first and isinstance(entries[0][first], int) else None
+    return _KEYS.get(name)
+
+
+def entry(one: Object, keys: tuple[str, ...]) -> str:
+    return "k:" + json.dumps({key: one.get(key) for key in keys}, sort_keys=True)
+
+
+def step_into(one: Any, part: str) -> Any:
+    if isinstance(one, dict):
+        return one.get(part)
+    if isinstance(one, list) and part.startswith("k:"):
+        wanted = json.loads(part[2:])
+        return next((each for each in one if all(each.get(k) == v for k, v in wanted.items())), None)
+    return None
+
+
 def at_path(one: Any, path: tuple[str, ...]) -> Any:
     for part in path:
-        one = one.get(part) if isinstance(one, dict) else None
+        one = step_into(one, part)
     return one
 
 
-def leaves(body: Object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of what a manager sets: lists are one, as atomic ones are."""
+def leaves(body: Object, keyed: bool, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of what a manager sets. `keyed`: entries of some lists are fields of their own, as of Kubernetes'
+    own kinds; other lists are one."""
     for key, value in body.items():
         if not path and key in ("apiVersion", "kind"):
             continue
         here = (*path, key)
-        if here in (("metadata", "name"), ("metadata", "namespace")):
+        if here in (("metadata", "name"), ("metadata", "namespace"), ("metadata", "resourceVersion")):
             continue
-        if isinstance(value, dict) and value:
-            yield from leaves(value, here)
+        keys = entry_keys(key, value) if keyed else None
+        if keys:
+            for one in value:
+                yield (*here, entry(one, keys))
+                yield from leaves(one, keyed, (*here, entry(one, keys)))
+        elif isinstance(value, dict) and value:
+            yield from leaves(value, keyed, here)
         else:
             yield here
 
 
 def drop(one: Object, path: tuple[str, ...]) -> None:
-    holder = at_path(one, path[:-1])
+    holder, part = at_path(one, path[:-1]), path[-1]
     if isinstance(holder, dict):
-        holder.pop(path[-1], None)
+        holder.pop(part, None)
+    elif isinstance(holder, list) and (found := step_into(holder, part)) is not None:
+        holder.remove(found)
 
 
-def overlaid(old: Object, new: Object) -> Object:
+def overlaid(old: Object, new: Object, keyed: bool) -> Object:
     for key, value in new.items():
+        keys = entry_keys(key, value) if keyed else None
         if isinstance(value, dict) and isinstance(old.get(key), dict):
-            overlaid(old[key], value)
+            overlaid(old[key], value, keyed)
+        elif keys and isinstance(old.get(key), list):
+            for one in value:
+                held = step_into(old[key], entry(one, keys))
+                if held is None:
+                    old[key].append(copy.deepcopy(one))
+                else:
+                    overlaid(held, one, keyed)
         else:
             old[key] = copy.deepcopy(value)
     return old

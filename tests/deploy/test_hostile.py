@@ -158,6 +158,35 @@ def test_labels_and_annotations_taken_away_by_hand_stop_nothing() -> None:
     play(story)
 
 
+def test_what_others_add_to_lists_goes_and_who_owns_besides_stays() -> None:
+    """Entries of a list are fields of their own for server-side apply, which leaves those of others there."""
+
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        path = DEPLOYMENTS.path("default", "demo-router")
+        one = copy.deepcopy(s.store.one("deployments", "demo-router"))
+        assert one is not None
+        containers = one["spec"]["template"]["spec"]["containers"]
+        containers[0]["env"].append({"name": "A", "value": "b"})
+        containers.append({"name": "beside", "image": "another"})
+        other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "a", "uid": "another"}
+        one["metadata"]["ownerReferences"].append(other)
+        s.store.handle("PUT", path, {}, one, JSON)
+        await asyncio.sleep(30)
+        now = s.store.one("deployments", "demo-router")
+        assert now is not None
+        (container,) = now["spec"]["template"]["spec"]["containers"]
+        assert "A" not in [one["name"] for one in container["env"]]
+        assert other in now["metadata"]["ownerReferences"]
+        await s.settle()
+        before = len(s.store.writes)
+        await asyncio.sleep(600)
+        assert len(s.store.writes) == before, s.store.writes[before:]
+
+    play(story)
+
+
 def test_pods_edited_by_hand_stop_nothing() -> None:
     async def story(s: Scene) -> None:
         s.create(decode={"replicas": 4})
