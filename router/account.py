@@ -50,8 +50,8 @@ class Account:
         """Of the first leg, as it was dispatched; None: of another kind, or lost."""
         self._revisions: set[str] = set()
         """Of the workers that it was sent to."""
-        self._promised_ttft_s: float | None = None
-        """As it was forecast when it came."""
+        self._promised: Decision | None = None
+        """When it came, with what was forecast of it."""
         self._sent_at = 0.0
 
     def begin(self, now: float) -> None:
@@ -65,7 +65,7 @@ class Account:
     def decided(self, decision: Decision, now: float) -> None:
         """By admission."""
         if not self.record.admission:
-            self._promised_ttft_s = decision.ttft_s
+            self._promised = decision
         at_s = round(now - self.timeline.start, 6)
         self.record.admission.append({"at_s": at_s, **decision.as_dict()})
 
@@ -146,7 +146,7 @@ class Account:
         flow.judged(terms, outcome, verdict, now)
         flow.demand.ended(terms, outcome, verdict, prompt, self.cached_tokens, generated)
         how = str(end if isinstance(end, FinishReason) else kind)
-        flow.meters.ended(self.labels, how, outcome, verdict, self.record, self._promised_ttft_s)
+        flow.meters.ended(self.labels, how, outcome, verdict, self.record, self._promised)
         flow.meters.served(self._revisions, verdict)
         if generated:
             flow.meters.used(self.labels, prompt, self.cached_tokens, generated)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from fleet.goodput import Outcome, Verdict
+from fleet.goodput import End, Outcome, Verdict
 from fleet.metrics import (
     BETWEEN_S,
     FIRST_S,
@@ -24,6 +24,7 @@ from fleet.metrics import (
     histogram,
 )
 from fleet.stages import Stage
+from router.admission import Decision
 from router.record import HandoffRecord, HandoffState
 
 STAGES: Mapping[str, tuple[Stage, Stage]] = {
@@ -69,8 +70,8 @@ class Meters:
         self._generated: Counter[Labels] = Counter()
         self._durations: dict[str, dict[Labels, Buckets]] = {name: {} for name in _DURATIONS}
         self._stages: dict[Labels, Buckets] = {}
-        self._forecasts: dict[Labels, Buckets] = {}
-        self._errors: dict[Labels, Buckets] = {}
+        self._forecasts: dict[str, dict[Labels, Buckets]] = {name: {} for name in _FORECASTS}
+        self._errors: dict[str, dict[Labels, Buckets]] = {name: {} for name in _FORECASTS}
 
     def labels(self, model: str, slo_class: str) -> Labels:
         """What a request is counted under from its begin to its end, whoever comes and goes meanwhile."""
@@ -87,10 +88,10 @@ class Meters:
         outcome: Outcome,
         verdict: Verdict,
         record: HandoffRecord,
-        forecast_s: float | None,
+        promised: Decision | None,
     ) -> None:
-        """`end`: how it finished, or `outcome.end`. `forecast_s`: its time to the first token, as it was
-        forecast when it came; None: it was not."""
+        """`end`: how it finished, or `outcome.end`. `promised`: what was forecast when it came; None: it was
+        not."""
         model, slo_class = labels
         self._in_flight[labels] -= 1
         self._ended[*labels, end] += 1
@@ -108,11 +109,11 @@ class Meters:
             self._of(self._durations["between"], labels, BETWEEN_S).observe_all(outcome.gaps)
         self._lived(model, outcome.stages)
         self._handed(record)
-        if outcome.ttft_s is not None and forecast_s is not None:
-            off = outcome.ttft_s - forecast_s
-            self._of(self._forecasts, (slo_class,), FIRST_S).observe(forecast_s)
-            direction = "later" if off > 0 else "earlier"
-            self._of(self._errors, (slo_class, direction), FIRST_S).observe(abs(off))
+        if promised is not None:
+            self._foretold("ttft", slo_class, promised.ttft_s, outcome.ttft_s)
+            # Of an answer that was broken off it is not known what its pace would have been.
+            finished = outcome.end is End.FINISHED
+            self._foretold("tpot", slo_class, promised.tpot_s, outcome.tpot_s if finished else None)
 
     def served(self, revisions: Iterable[str], verdict: Verdict) -> None:
         """By workers of these; by whose, when both old and new ones had a part in it, nobody can tell."""
@@ -156,12 +157,21 @@ class Meters:
                         "Parts of a request's life: tokenize, admission (until it was sent), queue (at its "
                         "worker), prefill, transfer (waited for KV), second_token (after the first), decode.",
                         ("model", "stage"), self._stages)  # fmt: skip
-        yield histogram("pdfleet_ttft_forecast_seconds",
-                        "Time to the first token as forecast at arrival, of requests whose first token came.",
-                        ("slo_class",), self._forecasts)  # fmt: skip
-        yield histogram("pdfleet_ttft_forecast_error_seconds",
-                        "How much earlier or later than forecast the first token came.",
-                        ("slo_class", "direction"), self._errors)  # fmt: skip
+        for key, (what, _) in _FORECASTS.items():
+            yield histogram(f"pdfleet_{key}_forecast_seconds",
+                            f"{what} as forecast at arrival, of requests that had one.",
+                            ("slo_class",), self._forecasts[key])  # fmt: skip
+            yield histogram(f"pdfleet_{key}_forecast_error_seconds",
+                            f"{what}: how much earlier or later than forecast it was.",
+                            ("slo_class", "direction"), self._errors[key])  # fmt: skip
+
+    def _foretold(self, name: str, slo_class: str, forecast_s: float | None, actual_s: float | None) -> None:
+        if forecast_s is None or actual_s is None:
+            return
+        bounds, off = _FORECASTS[name][1], actual_s - forecast_s
+        self._of(self._forecasts[name], (slo_class,), bounds).observe(forecast_s)
+        direction = "later" if off > 0 else "earlier"
+        self._of(self._errors[name], (slo_class, direction), bounds).observe(abs(off))
 
     def _lived(self, model: str, marks: Mapping[Stage, float]) -> None:
         for name, (begin, end) in STAGES.items():
@@ -183,6 +193,11 @@ class Meters:
         return buckets
 
 
+_FORECASTS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "ttft": ("Time to the first token", FIRST_S),
+    "tpot": ("Time per output token", BETWEEN_S),
+}
+"""The first is the prefill workers' work, the second the decode workers'."""
 _DURATIONS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "first": (
         "pdfleet_time_to_first_token_seconds",

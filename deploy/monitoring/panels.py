@@ -248,8 +248,25 @@ OBJECTIVES = Page(
                     "s",
                 ),
                 Lines(
+                    "Time per output token, forecast and actual, median",
+                    [
+                        quantile(0.5, "pdfleet_tpot_forecast_seconds", "slo_class", WANTED),
+                        (
+                            quantile(0.5, "pdfleet_time_per_output_token_seconds", "slo_class", WANTED)[0],
+                            "{{slo_class}} actual",
+                        ),
+                    ],
+                    "s",
+                ),
+                Lines(
                     "How far off, p90",
-                    [quantile(0.9, "pdfleet_ttft_forecast_error_seconds", "direction", WANTED)],
+                    [
+                        (
+                            quantile(0.9, f"pdfleet_{name}_forecast_error_seconds", "direction", WANTED)[0],
+                            f"{name} {{{{direction}}}}",
+                        )
+                        for name in ("ttft", "tpot")
+                    ],
                     "s",
                 ),
                 Lines(

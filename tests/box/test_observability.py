@@ -192,8 +192,11 @@ def test_hand_offs_and_forecasts_are_told() -> None:
             assert total(seen["pdfleet_handoffs"], outcome="completed") == 5
             assert total(seen["pdfleet_router_decisions"], reason="remote") == 5
             assert total(seen["pdfleet_router_decisions"], reason="handoff") == 5
-            assert total(seen["pdfleet_ttft_forecast_seconds"]) == 5
-            assert total(seen["pdfleet_ttft_forecast_error_seconds"]) == 5
+            await box.ask(box.request(range(7, 207), Sampling(1), 9))  # one token: it has no pace
+            seen = scrape(box)
+            for name, count in (("ttft", 6), ("tpot", 5)):
+                assert total(seen[f"pdfleet_{name}_forecast_seconds"]) == count
+                assert total(seen[f"pdfleet_{name}_forecast_error_seconds"]) == count
             assert seen["pdfleet_attainment_ratio"].series["standard", "5m"] == 1.0
             assert seen["pdfleet_burn_rate"].series["standard", "6h"] == 0.0
             assert seen["pdfleet_goodput"].series["standard", "5m"] > 0  # type: ignore[operator]
