@@ -107,6 +107,10 @@ class _Scale:
         self.ticks = list(_decades(low, high) if axis.logarithmic else _steps(low, high))
         if axis.most is None and not axis.logarithmic:
             high = max(high, self.ticks[-1])
+        if axis.logarithmic and sum(low <= tick <= high for tick in self.ticks) < 2:
+            # So little lies apart that no two round numbers are between: those around it are shown.
+            low = max((tick for tick in self.ticks if tick <= low), default=low)
+            high = min((tick for tick in self.ticks if tick >= high), default=high)
         self._low, self._high = self._value(low), self._value(high)
         self._start, self._end = start, end
         self.ticks = [tick for tick in self.ticks if low <= tick * (1 + 1e-9) and tick <= high * (1 + 1e-9)]

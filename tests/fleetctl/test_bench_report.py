@@ -385,6 +385,10 @@ def test_axes_have_round_numbers() -> None:
     drawn = svg(plot("t", Axis("ms", True), Axis("share", most=1.0), [Series("s", [(3, 0.1), (900, 0.97)])]))
     ticks = [text.text for text in drawn.iter("text") if "tick" in text.attrib.get("class", "")]
     assert ticks == ["5", "10", "20", "50", "100", "200", "500", "0", "0.2", "0.4", "0.6", "0.8", "1"]
+    for values in ((8.59, 8.61), (9.96, 9.96), (19, 21)):
+        drawn = svg(plot("t", Axis("ms", True), Axis("share"), [Series("s", [(one, 0.5) for one in values])]))
+        along = [text for text in drawn.iter("text") if text.attrib.get("class") == "tick middle"]
+        assert len(along) >= 2, "one can read off what it was"
 
 
 def test_nothing_measured_is_a_picture_too() -> None:
