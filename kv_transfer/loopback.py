@@ -18,7 +18,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from fleet.errors import LeaseExpired, TransferFailed
 from fleet.ids import LeaseId
-from fleet.virtual_time import outside, true_time
+from fleet.virtual_time import first_of, outside, true_time
 from kv_transfer.plan import Chunk
 from kv_transfer.region import Region
 from kv_transfer.settings import TransferSettings
@@ -262,11 +262,11 @@ class LoopbackConnection:
     async def _or_broken(self, seconds: float) -> None:
         """Lets `seconds` pass, then waits for an open way; TransferFailed when the path breaks first."""
         if seconds:
-            await _first(self._broken, seconds=seconds)
+            await first_of(self._broken, seconds=seconds)
         while not self._broken.done() and (way := self._hub.way(self._own.address, self._port)) is not None:
             opened = asyncio.ensure_future(way.wait())
             try:
-                await _first(self._broken, opened)
+                await first_of(self._broken, opened)
             finally:
                 opened.cancel()
         if self._broken.done():
@@ -304,7 +304,7 @@ class LoopbackConnection:
             else:
                 ends = max(now, port.link.egress_free, self._own.link.ingress_free) + size / hub.bytes_s
                 port.link.egress_free = self._own.link.ingress_free = ends
-            await _first(self._broken, overdue, seconds=ends - now)
+            await first_of(self._broken, overdue, seconds=ends - now)
             if not overdue.done():
                 await self._or_broken(0)
             if not overdue.done():
@@ -424,30 +424,10 @@ def _asked(port: _Port, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyn
 async def _answer(answer: asyncio.Future[T], *broken: asyncio.Future[None]) -> T:
     """Who is cancelled, or whose path breaks, does not wait for it: the process may stand still for ever."""
     answer.add_done_callback(_ignored)
-    await _first(answer, *broken)
+    await first_of(answer, *broken)
     if not answer.done():
         raise TransferFailed("the source is gone")
     return answer.result()
-
-
-async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
-    """As `asyncio.wait` for the first of them, in a third of its time: there are ten for each pull."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-    timer = None if seconds is None else loop.call_later(seconds, settle, waiter)
-
-    def wake(_: object) -> None:
-        settle(waiter)
-
-    for future in futures:
-        future.add_done_callback(wake)
-    try:
-        await waiter
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for future in futures:
-            future.remove_done_callback(wake)
 
 
 def _ignored(answer: asyncio.Future[Any]) -> None:

@@ -35,7 +35,7 @@ from fleet.registry.memory import MemoryHub as RegistryHub
 from fleet.request import Request, Sampling, TokenLogprobs
 from fleet.roles import Roles
 from fleet.stages import Timeline
-from fleet.virtual_time import Process, VirtualTimeLoop
+from fleet.virtual_time import Process, VirtualTimeLoop, first_of
 from fleet.wire.memory import MemoryHub as WireHub
 from fleet.wire.session import WireSettings
 from kv_transfer.loopback import LoopbackHub
@@ -423,7 +423,7 @@ class SimFleet:
         router = self.routers[name]
         serving = router.process.start(self._serve(router.router, request, answer, stop_after, terms))
         try:
-            await asyncio.wait({serving, router.killed}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(serving, router.killed)
         except asyncio.CancelledError:
             serving.cancel()
             raise

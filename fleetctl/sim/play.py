@@ -290,8 +290,13 @@ def _end(answer: Answer) -> End:
     return End.FAILED
 
 
-def _tokens(piece: Piece) -> list[int]:
-    """Of equal keys equal ones; a shorter piece is the beginning of a longer one. They mean nothing, so that
-    they may count up from somewhere."""
-    first = int.from_bytes(hashlib.blake2b(piece.key.encode(), digest_size=4).digest()) >> 2
-    return list(range(first, first + piece.tokens))
+def _tokens(piece: Piece) -> Sequence[int]:
+    """Of equal keys equal ones; a shorter piece is the beginning of a longer one. They mean nothing: the
+    first one tells pieces apart, and the rest of all is the same, so that it is made once."""
+    first = int.from_bytes(hashlib.blake2b(piece.key.encode(), digest_size=4).digest())
+    while len(_REST) < piece.tokens:
+        _REST.extend(range(len(_REST), 2 * len(_REST) + 1024))
+    return (first, *_REST[: piece.tokens - 1]) if piece.tokens else ()
+
+
+_REST: list[int] = []
