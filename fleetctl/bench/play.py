@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -345,13 +346,19 @@ def in_process(
     said_here, saying = context.Pipe(duplex=False)
     asked, asking = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(asked, saying, server, plan, words), daemon=True)
-    process.start()
-    saying.close()
-    asked.close()
     usual = signal.getsignal(signal.SIGINT)
     with contextlib.suppress(ValueError):  # Not in the main thread: then nobody can interrupt.
-        # A terminal's interrupt goes to both processes; that one's is passed on that came to us alone.
         signal.signal(signal.SIGINT, lambda *_: asking.send("interrupted"))
+    # A terminal's interrupt goes to both processes. That one is born with it blocked, for it may come while
+    # it imports; we are told as soon as it is there.
+    resource_tracker.ensure_running()  # It would undo the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    saying.close()
+    asked.close()
     try:
         while True:
             try:
@@ -379,7 +386,6 @@ def in_process(
 
 
 def _child(asked: Connection, saying: Connection, server: Server, plan: Plan, words: Vocabulary) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # Each running request is a connection.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -151,6 +153,27 @@ def test_an_interrupt_ends_with_what_there_is(tmp_path: Path) -> None:
     assert said["interrupted"] == "interrupted"
     assert said["requests"]["ends"] == {"finished": said["requests"]["sent"]}
     assert said["requests"]["sent"] == server.asked - 2 >= 8
+
+
+def test_a_terminals_interrupt_may_come_while_the_generator_starts(tmp_path: Path) -> None:
+    """It goes to both processes, and the other one is importing then."""
+    with serving() as (server, url):
+        command = [sys.executable, "-m", "fleetctl", "bench", "--url", url, "--rate", "50", "--json"]
+        process = subprocess.Popen(
+            [*command, "--duration", "3600"], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            asyncio.run(_until(server, 2))
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            while not children.read_text().split() and process.poll() is None:
+                time.sleep(0.001)  # polled
+            os.killpg(process.pid, signal.SIGINT)
+            out, _ = process.communicate()
+        finally:
+            process.kill()
+    said = json.loads(out)
+    assert process.returncode == 0
+    assert said["interrupted"] == "interrupted"
 
 
 async def _until(server: Server, asked: int) -> None:
