@@ -24,6 +24,8 @@ AUTO = "auto"
 _TRIES = 5
 """How often a change is tried again where somebody else changes the same at the same moment."""
 
+_NOBODY = "nobody supervises this fleet here: its own controller is to act on it"
+
 
 def _counts(
     context: click.Context, parameter: click.Parameter, values: Sequence[str]
@@ -133,7 +135,7 @@ async def _scale(
             said += f"; it wants prefill={decision.prefill} decode={decision.decode}: {decision.why}"
         elif wait and counts is not None:
             await _wait_settled(target, registry, new, counts, limit)
-        note = "" if state else "; nobody supervises this fleet here: its own controller is to act on it"
+        note = "" if state else f"; {_NOBODY}"
         verb = "scaled" if wait else "set"
         target.say(f"{said}{note}" if counts is None else f"{verb} {said}{note}", **fields, settled=wait)
 
@@ -260,7 +262,7 @@ async def _wait_settled(
         f"{child.name}, {child.note}"
         for child in (state.children if state else ())
         if child.kind in WORKERS and child.phase is not Phase.READY
-    ]
+    ] or ([] if state else [_NOBODY])
     raise Unavailable(
         f"not settled after {limit_s:g} s: ready are {have or 'none'}; "
         + "".join(f"{trouble}; " for trouble in troubles[:3])

@@ -396,6 +396,9 @@ def test_what_holds_a_change_up_is_named(start: Callable[..., Fleet]) -> None:
     said = fleet.run("scale", "decode=1", "--wait", "--limit", "2", code=1)["error"]["message"]
     leaving = fleet.line(r"(decode-\w+) +stop ")[1]
     assert re.search(rf"not settled after 2 s: .*decode 1/1.*; {leaving}, stop: 2 decode, 1 wanted", said)
+    elsewhere = ("--etcd", fleet.state().etcd, "--wait", "--limit", "0.1")
+    said = fleet.run("scale", "decode=1", *elsewhere, code=1)["error"]["message"]
+    assert "nobody supervises this fleet here" in said
     for busy in fleet.control.glob("*.busy"):
         busy.unlink()
     assert fleet.end() == 0
