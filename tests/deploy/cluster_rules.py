@@ -45,6 +45,23 @@ def unknown(value: Any, schema: Object, path: str = "") -> Iterator[str]:
             yield from unknown(each, schema["items"], f"{path}[{at}]")
 
 
+def without_nulls(value: Any, schema: Object) -> Any:
+    """After `defaulted`: a field that is null and must not be is one that is not there."""
+    if isinstance(value, dict):
+        parts, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        found = {}
+        for name, each in value.items():
+            part = parts.get(name, rest if isinstance(rest, dict) else None)
+            if part is None:
+                found[name] = each
+            elif each is not None or part.get("nullable"):
+                found[name] = without_nulls(each, part)
+        return found
+    if isinstance(value, list) and "items" in schema:
+        return [without_nulls(each, schema["items"]) for each in value]
+    return value
+
+
 def defaulted(value: Any, schema: Object) -> Any:
     if isinstance(value, dict) and "properties" in schema:
         value = dict(value)

@@ -10,13 +10,14 @@ import asyncio
 import base64
 import copy
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster_rules import defaulted, faults, pruned, unknown
+from cluster_rules import defaulted, faults, pruned, unknown, without_nulls
 
 from fleet.cluster import APPLY, JSON, ClusterError, Object
 from fleet.errors import Unavailable
@@ -35,6 +36,8 @@ class Kind:
     schema: Object | None = None
     scale: Object | None = None
     status: bool = True
+    generations: bool = False
+    """Whether it counts how often its spec has changed."""
     columns: list[Object] = field(default_factory=list)
 
     @property
@@ -50,12 +53,12 @@ BUILT_IN = [
     Kind("v1", "Secret", "secrets"),
     Kind("v1", "ConfigMap", "configmaps", short=("cm",)),
     Kind("v1", "Event", "events", short=("ev",)),
-    Kind("apps/v1", "Deployment", "deployments", short=("deploy",),
+    Kind("apps/v1", "Deployment", "deployments", short=("deploy",), generations=True,
          scale={"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}),
-    Kind("apps/v1", "StatefulSet", "statefulsets"),
+    Kind("apps/v1", "StatefulSet", "statefulsets", generations=True),
     Kind("apps/v1", "ControllerRevision", "controllerrevisions"),
-    Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets", short=("pdb",)),
-    Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies", short=("netpol",)),
+    Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets", short=("pdb",), generations=True),
+    Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies", short=("netpol",), generations=True),
     Kind("coordination.k8s.io/v1", "Lease", "leases"),
     Kind("scheduling.k8s.io/v1", "PriorityClass", "priorityclasses", False),
     Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", False),
@@ -64,9 +67,9 @@ BUILT_IN = [
     Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
     Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", False, ("crd",)),
 ]  # fmt: skip
-MONITORS = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
+MONITORS = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors", generations=True)
 GROUPS = Kind(
-    "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets",
+    "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets", generations=True,
     scale={"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"},
 )  # fmt: skip
 
@@ -161,6 +164,11 @@ class Store:
         old = self._objects.get(self._key(kind, namespace, name))
         if old is None:
             if method == "PATCH" and content == APPLY and not sub and body is not None:
+                given = body.get("metadata", {})
+                if given.get("name", name) != name:
+                    raise ClusterError(400, "BadRequest", f"the name of the object is not {name}")
+                if "uid" in given:
+                    raise ClusterError(409, "Conflict", "uid mismatch: the object is not there")
                 return self._create(kind, namespace, body, query, manager=query.get("fieldManager", ""))
             raise _missing(kind, name)
         assert body is not None
@@ -225,14 +233,18 @@ class Store:
             meta["namespace"] = namespace or meta.get("namespace", "default")
         if "name" not in meta:
             meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]
+        if not _NAME.fullmatch(meta["name"]) and not kind.api_version.startswith("rbac."):
+            raise _invalid(kind, meta["name"], "metadata.name: Invalid value: a lowercase RFC 1123 subdomain")
         key = self._key(kind, meta.get("namespace", ""), meta["name"])
-        if key in self._objects:
-            raise ClusterError(409, "AlreadyExists", f'{kind.plural} "{meta["name"]}" already exists')
         if kind.status and kind.kind != "Pod":
             new.pop("status", None)
         new = self._admit(kind, new, None, query)
+        if key in self._objects:
+            raise ClusterError(409, "AlreadyExists", f'{kind.plural} "{meta["name"]}" already exists')
         meta = new["metadata"]
-        meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": self.stamp(), "generation": 1}
+        meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": self.stamp()}
+        if kind.generations:
+            meta["generation"] = 1
         if manager:
             self._own(new, manager, set(leaves(body, kind.schema is None)))
         return self._put("ADDED", key, kind, new, None, "POST")
@@ -247,7 +259,20 @@ class Store:
         sub: str,
         query: Mapping[str, str],
     ) -> Object:
-        version = new.get("metadata", {}).get("resourceVersion")
+        given = new.get("metadata", {})
+        version = given.get("resourceVersion")
+        if given.get("name", name) != name:
+            raise ClusterError(400, "BadRequest", f"the name of the object ({given['name']}) is not {name}")
+        if kind.schema is not None and not version:
+            raise _invalid(kind, name, "metadata.resourceVersion: must be specified for an update")
+        if given.get("uid", old["metadata"]["uid"]) != old["metadata"]["uid"]:
+            raise _invalid(kind, name, "metadata.uid: field is immutable")
+        if "deletionTimestamp" in old["metadata"] and not sub:
+            more = {*given.get("finalizers", ())} - {*old["metadata"].get("finalizers", ())}
+            if more:
+                raise _invalid(
+                    kind, name, f"metadata.finalizers: Forbidden: {more} while it is being deleted"
+                )
         if version not in (None, "", old["metadata"]["resourceVersion"]):
             raise ClusterError(
                 409, "Conflict",
@@ -267,7 +292,7 @@ class Store:
                 if "status" in old:
                     new["status"] = copy.deepcopy(old["status"])
         new = self._admit(kind, new, old, query)
-        if _spec(kind, new) != _spec(kind, old):
+        if kind.generations and _spec(kind, new) != _spec(kind, old):
             new["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         new["metadata"]["resourceVersion"] = old["metadata"]["resourceVersion"]
         if new == old:
@@ -287,7 +312,8 @@ class Store:
             if strange:
                 said = ", ".join(f'unknown field "{one}"' for one in strange)
                 raise ClusterError(400, "BadRequest", f"strict decoding error: {said}")
-        found: Object = {**defaulted(pruned(new, kind.schema), kind.schema), **kept}
+        whole = defaulted(pruned(new, kind.schema), kind.schema)
+        found: Object = {**without_nulls(whole, kind.schema), **kept}
         wrong = faults(found, old, kind.schema)
         if wrong:
             name = new["metadata"]["name"]
@@ -299,6 +325,9 @@ class Store:
         old = self._objects.get(key)
         if old is None:
             raise _missing(kind, name)
+        for key_, wanted in options.get("preconditions", {}).items():
+            if old["metadata"].get(key_) != wanted:
+                raise ClusterError(409, "Conflict", f"precondition failed: {key_} is not {wanted}")
         grace: int = old.get("spec", {}).get("terminationGracePeriodSeconds", 30) if kind.kind == "Pod" else 0
         if options.get("gracePeriodSeconds") is not None:
             grace = int(options["gracePeriodSeconds"])
@@ -313,8 +342,8 @@ class Store:
         if "deletionTimestamp" not in meta:
             meta["deletionTimestamp"] = self.stamp(grace)
             meta["deletionGracePeriodSeconds"] = grace
-            # As the real one counts: being deleted is another generation of it.
-            meta["generation"] = meta.get("generation", 1) + 1
+            if kind.generations:
+                meta["generation"] = meta.get("generation", 1) + 1
         if new == old:
             return copy.deepcopy(old)
         answer = self._put("MODIFIED", key, kind, new, old, "DELETE")
@@ -400,7 +429,7 @@ class Store:
             raise ClusterError(404, "NotFound", "the server could not find the requested resource")
         status: Object = {"replicas": at(one, kind.scale["statusReplicasPath"]) or 0}
         if "labelSelectorPath" in kind.scale:
-            status["selector"] = at(one, kind.scale["labelSelectorPath"]) or ""
+            status |= {"selector": found} if (found := at(one, kind.scale["labelSelectorPath"])) else {}
         meta = {
             key: one["metadata"][key]
             for key in ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
@@ -433,10 +462,12 @@ class Store:
         if taken and not force:
             said = ", ".join(f'conflict with "{theirs[path]}": {".".join(path)}' for path in sorted(taken))
             raise ClusterError(409, "Conflict", f"Apply failed with 1 conflict: {said}")
-        for path in sorted(owned.get(manager, set()) - mine, key=len, reverse=True):
-            # An entry goes with its key, if nobody else has set anything of it.
+        for path in sorted(owned.get(manager, set()) - mine, key=len):
+            # An entry goes as a whole, if nobody else has set anything of it; else it keeps its keys.
             if not any(other[: len(path)] == path for other in theirs):
                 drop(new, path)
+                if keyed and not at_path(new, path[:-1]):
+                    drop(new, path[:-1])
         new = overlaid(new, body, keyed)
         for who in list(owned):
             if who != manager:
@@ -481,6 +512,7 @@ class Store:
             short=tuple(spec["names"].get("shortNames", ())),
             schema=version["schema"]["openAPIV3Schema"],
             scale=version.get("subresources", {}).get("scale"),
+            generations=True,
             columns=version.get("additionalPrinterColumns", []),
         )
         self.kinds[f"{kind.root}/{kind.plural}"] = kind
@@ -591,6 +623,14 @@ def _missing(kind: Kind, name: str) -> ClusterError:
     return ClusterError(404, "NotFound", f'{kind.plural}{"." + group if group else ""} "{name}" not found')
 
 
+def _invalid(kind: Kind, name: str, said: str) -> ClusterError:
+    return ClusterError(422, "Invalid", f'{kind.kind} "{name}" is invalid: {said}')
+
+
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
+
+
 def _spec(kind: Kind, one: Object) -> Object:
     ignored = ("metadata", "status", "apiVersion", "kind")
     return {key: value for key, value in one.items() if key not in ignored}
@@ -626,12 +666,12 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 def entry_keys(name: str, entries: Any) -> tuple[str, ...] | None:
     """None: the list is one field."""
-    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
         return None
     if name == "ports":
-        first = next((key for key in ("containerPort", "port") if key in entries[0]), "")
         # Those of a NetworkPolicy are one field, and have names.
-        return (first, "protocol") if first and isinstance(entries[0][first], int) else None
+        first = next((key for key in ("containerPort", "port") if entries and key in entries[0]), "port")
+        return (first, "protocol") if not entries or isinstance(entries[0].get(first), int) else None
     return _KEYS.get(name)
 
 
@@ -664,7 +704,7 @@ def leaves(body: Object, keyed: bool, path: tuple[str, ...] = ()) -> Iterator[tu
         if here in (("metadata", "name"), ("metadata", "namespace"), ("metadata", "resourceVersion")):
             continue
         keys = entry_keys(key, value) if keyed else None
-        if keys:
+        if keys is not None:
             for one in value:
                 yield (*here, entry(one, keys))
                 yield from leaves(one, keyed, (*here, entry(one, keys)))
@@ -676,6 +716,8 @@ def leaves(body: Object, keyed: bool, path: tuple[str, ...] = ()) -> Iterator[tu
 
 def drop(one: Object, path: tuple[str, ...]) -> None:
     holder, part = at_path(one, path[:-1]), path[-1]
+    if len(path) > 1 and path[-2].startswith("k:") and part in json.loads(path[-2][2:]):
+        return
     if isinstance(holder, dict):
         holder.pop(part, None)
     elif isinstance(holder, list) and (found := step_into(holder, part)) is not None:

@@ -73,7 +73,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"serviceType": "Ingress"}}, "spec.router.serviceType"),
     ({"decode": {"sharedMemory": "much"}}, "spec.decode.sharedMemory"),
     ({"decode": {"settings": {"engine.max-batch": 4}}}, "spec.decode.settings"),
-    ({"budget": {"gpus": None}}, "spec.budget.gpus"),
     ({"prefill": {"settings": {"control.etcd": "elsewhere:1"}}}, "spec.prefill.settings"),
     *(({"decode": {"settings": {name: "x"}}}, "spec.decode.settings") for name in RESERVED),
     ({"planner": {"settings": {"control.etcd": "elsewhere:1"}}}, "spec.planner.settings"),
@@ -95,6 +94,8 @@ def test_what_could_not_work_is_refused_and_the_field_named(changes: dict[str, A
 def test_budget_as_large_as_wanted_is_enough() -> None:
     spec = create(prefill={"replicas": 2, "gpus": 4}, budget={"gpus": 8})["spec"]
     assert spec["budget"]["gpus"] == 8
+    # Null is as much as nothing said.
+    assert create(prefill={"replicas": 2, "gpus": 4}, budget={"gpus": None})["spec"]["budget"] == {}
 
 
 def test_pool_of_a_fleet_stays_its_pool() -> None:
