@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,9 @@ def top(target: Target, ca: Path | None, sort: str, every: float, once: bool) ->
 
     With --json, what each router says, once. A fleet with API keys wants an admin's in PDFLEET_API_KEY.
     """
-    asyncio.run(_top(target, ca, sort, every, once))
+    # Ctrl-C is how one ends it, where it does not end by itself.
+    with contextlib.nullcontext() if once or target.as_json else contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_top(target, ca, sort, every, once))
 
 
 async def _top(target: Target, ca: Path | None, sort: str, every: float, once: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -41,6 +42,25 @@ def fleetctl(fleet: Fleet, *arguments: str, code: int = 0) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
+
+
+def watched_until_interrupted(fleet: Fleet) -> int:
+    """The exit code of `fleetctl top` in a terminal, after Ctrl-C."""
+    ours, its = os.openpty()
+    command = [sys.executable, "-m", "fleetctl", "top", "--etcd", fleet.etcd.address, "--fleet", FLEET]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
+    os.close(its)
+    seen, asked = b"", False
+    while True:
+        try:
+            seen += os.read(ours, 65536)
+        except OSError:  # it has left
+            os.close(ours)
+            return process.wait(LIMIT_S)
+        if not asked and b"decode-0" in seen:
+            process.send_signal(signal.SIGINT)
+            asked = True
 
 
 async def load(urls: list[str], over: asyncio.Event) -> None:
@@ -107,6 +127,7 @@ def test_a_fleet_under_load_is_seen_by_page_terminal_and_doctor(fleet: Fleet, tm
     asyncio.run(main())
     told = json.loads(fleetctl(fleet, "top", "--json"))
     assert {one["router"]["id"] for one in told["routers"]} == set(fleet.http)
+    assert watched_until_interrupted(fleet) == 0
     bundle = tmp_path / "report.tar.gz"
     fleetctl(fleet, "doctor", "--output", str(bundle))
     with tarfile.open(bundle) as packed:
