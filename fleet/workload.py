@@ -75,6 +75,22 @@ def token_ids(piece: Piece, vocabulary: int) -> array[int]:
     return array("I", [one % vocabulary for one in ids])
 
 
+MOST_TOKENS = 10_000_000
+"""Of a prompt or an answer: more was never meant, and would take all memory there is."""
+
+
+def _checked(name: str, value: Any, most: float, unit: str) -> None:
+    """ValueError: no number that could be meant."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= most:
+        raise ValueError(f"{name} is {value!r}; a number of 0 to {most:g} {unit} is possible")
+
+
+def _exp(power: float) -> float:
+    """As large as a number can be, not an error."""
+    return math.exp(min(power, 700.0))
+
+
 # How much: distributions of lengths and times.
 
 
@@ -135,7 +151,7 @@ class Amount:
             case "uniform":
                 return (self.first + self.second) / 2
             case "lognormal":
-                return self.first * math.exp(self.second**2 / 2)
+                return self.first * _exp(self.second**2 / 2)
             case _:
                 return self.first
 
@@ -148,7 +164,7 @@ class Amount:
             case "normal":
                 value = noise.normal(self.first, self.second)
             case "lognormal":
-                value = self.first * math.exp(noise.normal(0.0, self.second))
+                value = self.first * _exp(noise.normal(0.0, self.second))
             case _:
                 value = noise.exponential(self.first)
         return float(min(max(value, self.least), self.most))
@@ -262,6 +278,12 @@ class Kind:
     def __post_init__(self) -> None:
         if not 0 <= self.share < math.inf or self.prefix_tokens < 0 or self.prefixes < 1:
             raise ValueError(f"{self} is not possible")
+        for name, count in (
+            ("prompt", min(self.prompt.mean, self.prompt.most)),
+            ("output", min(self.output.mean, self.output.most)),
+            ("prefix_tokens", self.prefix_tokens),
+        ):
+            _checked(name, count, MOST_TOKENS, "tokens")
 
 
 def drawn(arrivals: Arrivals, kinds: Sequence[Kind], seed: int) -> Iterator[Conversation]:
@@ -378,23 +400,15 @@ def azure(lines: Iterable[str], seed: int = 0) -> Iterator[Conversation]:
             at_s = (at - start).total_seconds()
             prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             _checked("TIMESTAMP", at_s, _LAST_S, "s since the first line")
-            _checked("ContextTokens", prompt, _MOST_TOKENS, "tokens")
-            _checked("GeneratedTokens", output, _MOST_TOKENS, "tokens")
+            _checked("ContextTokens", prompt, MOST_TOKENS, "tokens")
+            _checked("GeneratedTokens", output, MOST_TOKENS, "tokens")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number + 2} of the trace: {error}") from None
         turn = Turn((Piece(f"{seed} row {number}", max(1, prompt)),), max(1, output))
         yield Conversation(at_s, (turn,))
 
 
-_MOST_TOKENS = 10_000_000
 _LAST_S = 366 * 86_400.0
-
-
-def _checked(name: str, value: Any, most: float, unit: str) -> None:
-    """ValueError: no number that could be meant."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most:
-        raise ValueError(f"{name} is {value!r}; a number of 0 to {most:g} {unit} is possible")
 
 
 def _objects(
@@ -413,7 +427,7 @@ def _objects(
                     raise ValueError(f"without {', '.join(missing)}")
                 _checked(at, row[at], _LAST_S * 1000, "ms since the trace began")
                 for count in counts:
-                    _checked(count, row[count], _MOST_TOKENS, "tokens")
+                    _checked(count, row[count], MOST_TOKENS, "tokens")
                 if not isinstance(row[blocks], list | None):
                     raise ValueError(f"{blocks} is no list")
             except ValueError as error:

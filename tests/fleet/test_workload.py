@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import islice, pairwise, takewhile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,25 @@ def test_a_mix_has_its_shares() -> None:
     kinds = [Kind(share=3, service_class="interactive"), Kind(share=1, service_class="batch")]
     names = [one.service_class for one in islice(drawn(Arrivals.steady(1), kinds, 1), 8000)]
     assert names.count("batch") / len(names) == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": Amount("constant", 1e15)},
+        {"output": Amount.parse("lognormal:200,90")},
+        {"prefix_tokens": 10**12},
+    ],
+)
+def test_kinds_that_would_take_all_memory(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .* tokens is possible"):
+        Kind(**wrong)
+
+
+def test_a_wide_distribution_is_possible_within_bounds() -> None:
+    kind = Kind(Amount.parse("lognormal:200,900@1..4000"))
+    prompts = [one.prompt_tokens(0) for one in islice(drawn(Arrivals.steady(3), [kind], 1), 20)]
+    assert {min(prompts), max(prompts)} == {1, 4000}
 
 
 def test_popular_prefixes_are_popular() -> None:
