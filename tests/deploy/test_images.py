@@ -236,6 +236,7 @@ def test_prometheus_and_grafana_see_a_fleet_in_containers() -> None:
             assert target in {one.split(":")[1] for one in alone["services"][name]["volumes"]}
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
     told = dict(one.removeprefix("--").split("=", 1) for one in more["services"]["prometheus"]["command"])
+    assert "prometheus:" + told["storage.tsdb.path"] in more["services"]["prometheus"]["volumes"]
     config = yaml.safe_load((folder / "prometheus" / Path(told["config.file"]).name).read_text())
     routers, workers = config["scrape_configs"]
     address = f"router:{chosen('router').http.port}"

@@ -131,6 +131,7 @@ def test_what_the_services_are_told_to_read_is_where_it_is_mounted() -> None:
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
     prometheus, grafana = compose["services"]["prometheus"], compose["services"]["grafana"]
     told = dict(one.removeprefix("--").split("=", 1) for one in prometheus["command"])
+    assert "prometheus:" + told["storage.tsdb.path"] in prometheus["volumes"], "what it knows is kept"
     config = inside(prometheus, told["config.file"])
     assert config is not None
     settings = yaml.safe_load(config.read_text())
