@@ -25,6 +25,8 @@ _LIMIT = click.option(
     help="Seconds after which requests that still run there are moved to other workers.",
 )
 
+_FORCE = click.option("--force", is_flag=True, help="Also where no decode worker would be left.")
+
 
 @click.command()
 @fleet_options()
@@ -92,28 +94,31 @@ async def wait_ended(target: Target, name: str, limit_s: float) -> None:
 @click.argument("worker", metavar="ID", shell_complete=complete_workers)
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker has left.")
+@_FORCE
 @_LIMIT
-def drain(target: Target, worker: str, wait: bool, limit: float) -> None:
+def drain(target: Target, worker: str, wait: bool, force: bool, limit: float) -> None:
     """Let worker ID finish its requests, take no new ones, and leave.
 
     The wanted counts stay: a supervisor starts another in its place at once. To have one worker
     less, use `scale`, which drains the least loaded.
     """
-    asyncio.run(_drain(target, worker, wait, limit))
+    asyncio.run(_drain(target, worker, wait, force, limit))
 
 
-async def _drain(target: Target, worker: str, wait: bool, limit: float) -> None:
+async def _drain(target: Target, worker: str, wait: bool, force: bool, limit: float) -> None:
     etcd = target.etcd()
     from fleetctl.connect import connected
     from fleetctl.picture import cards_in, read_view
 
     async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
         cards = cards_in(await read_view(registry, target.fleet, etcd), target.fleet)
-        _known(target, cards, worker)
-        state = str(await wire.drain(cards[worker].address, limit, 5.0))
+        card = _known(target, cards, worker)
+        if not force:
+            _not_the_last(cards, card)
+        state = str(await wire.drain(card.address, limit, 5.0))
         if wait:
             # A card vanishes when its worker leaves; the margin is for a worker that dies over it.
-            await _wait_gone(registry, target.fleet, worker, cards[worker].incarnation, limit + 30.0)
+            await _wait_gone(registry, target.fleet, worker, card.incarnation, limit + 30.0)
             await wait_ended(target, worker, 30.0)
             state = "left"
         target.say(f"{worker} {'has left' if wait else f'is {state}'}", id=worker, state=state)
@@ -124,6 +129,16 @@ def _known(target: Target, cards: dict[str, WorkerCard], worker: str) -> WorkerC
         known = ", ".join(cards) or "none"
         raise NotFound(f"fleet {target.fleet} has no worker {worker!r}; its workers: {known}")
     return cards[worker]
+
+
+def _not_the_last(cards: dict[str, WorkerCard], card: WorkerCard) -> None:
+    """BadRequest: without it nobody would decode until another one has started."""
+    same = [one for one in cards.values() if one.model == card.model and one.state == "ready"]
+    if [one.id for one in same if one.role == "decode"] == [card.id]:
+        raise BadRequest(
+            f"{card.id} is the only decode worker that is ready; without one every request is refused: "
+            "start another first (`fleetctl scale decode=2 --wait`), or insist with --force"
+        )
 
 
 async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: str, limit_s: float) -> None:
@@ -143,7 +158,7 @@ async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: s
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker serves in its new role.")
 @click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
-@click.option("--force", is_flag=True, help="Also where no decode worker would be left.")
+@_FORCE
 @_LIMIT
 def role(target: Target, worker: str, to: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
     """Make worker ID a prefill or a decode worker, with the weights and the prefix cache it has.
@@ -169,13 +184,8 @@ async def _role(
         if card.role == to and card.state == "ready":
             target.say(f"{worker} is a {to} worker already", **fields, state="ready", changed=False)
             return
-        same = [one for one in cards.values() if one.model == card.model and one.state == "ready"]
-        decode = [one.id for one in same if one.role == "decode"]
-        if to == "prefill" and not force and decode == [worker]:
-            raise BadRequest(
-                f"{worker} is the only decode worker that is ready; without one every request is refused: "
-                "start another first (`fleetctl scale decode=2 --wait`), or insist with --force"
-            )
+        if to == "prefill" and not force:
+            _not_the_last(cards, card)
         if dry_run:
             load = await wire.status(card.address, 5.0)
             target.say(

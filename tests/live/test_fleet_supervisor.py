@@ -179,6 +179,15 @@ def test_up_scale_drain_crash_and_down(start: Callable[..., Fleet]) -> None:
     assert "decode-nobody" in wrong["error"]["message"]
     assert three in wrong["error"]["message"]
 
+    # Of decode workers one stays, or nobody would answer until the next one serves.
+    fleet.run("scale", "decode=1", "--wait")
+    (last,) = fleet.pids("decode")
+    assert "only decode worker" in fleet.run("drain", last, code=1)["error"]["message"]
+    assert fleet.run("drain", last, "--force", "--wait")["state"] == "left"
+    fleet.line(rf"{last} +gone")
+    fleet.run("scale", "decode=2", "--wait")
+    three = next(iter(fleet.pids("decode")))
+
     # A worker that is killed comes back under its name, and serves again.
     os.kill(fleet.pids()[three], signal.SIGKILL)
     fleet.line(rf"{three} +crash +ended, SIGKILL; starts again")
