@@ -160,7 +160,8 @@ class _Terminal(Console):
 
 
 def terminal(stderr: bool = False) -> Console:
-    console = _Terminal(stderr=stderr, highlight=False)
+    # What stands in names and reasons is text, whatever brackets are in it.
+    console = _Terminal(stderr=stderr, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 160  # a pipe has no width: nothing is cut for one
     return console

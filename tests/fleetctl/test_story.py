@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console, RenderableType
 
 from fleetctl.story import Row, Story, draw_list, draw_story, event_line
+from fleetctl.view import terminal
 
 
 def candidate(worker: str, seconds: float, **fields: Any) -> dict[str, Any]:
@@ -115,6 +117,20 @@ def test_pictures_fit_a_narrow_terminal() -> None:
         assert max(map(len, lines)) <= width
         assert any("▸ prefill-1" in line and "10.0 ms" in line for line in lines), "no figure is cut"
         assert not any("…" in line for line in lines)
+
+
+def test_brackets_in_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "id": "mine-1", "model": "org/m[red]x[/no]", "prompt_tokens": 12, "class": "[/batch]", "state": "done",
+        "seconds": 2.5, "ttft_s": None, "attained": None, "workers": ["[b]w"],
+    }  # fmt: skip
+    console = terminal()
+    console.width = 160
+    console.print(draw_list([msgspec.convert(row, Row)], 160))
+    shown = capsys.readouterr().out
+    assert "[/batch]" in shown
+    assert "org/m[red]x[/no]" in shown
+    assert "[b]w" in shown
 
 
 def test_lists_and_news_are_one_line_each() -> None:
