@@ -121,8 +121,8 @@ def test_pictures_fit_a_narrow_terminal() -> None:
 
 def test_brackets_in_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     row = {
-        "id": "mine-1", "model": "org/m[red]x[/no]", "prompt_tokens": 12, "class": "[/batch]", "state": "done",
-        "seconds": 2.5, "ttft_s": None, "attained": None, "workers": ["[b]w"],
+        "id": "mine-1", "model": "org/m[red]x[/no]", "prompt_tokens": 12, "class": "[/batch]",
+        "state": "done", "seconds": 2.5, "ttft_s": None, "attained": None, "workers": ["[b]w"],
     }  # fmt: skip
     console = terminal()
     console.width = 160
