@@ -3,10 +3,10 @@
 # volumes, no rights; a stream that ends whole though all are stopped under it; a stop while it starts that takes no time.
 #   deploy/images/check.sh                                       with Docker
 #   ENGINE=podman COMPOSE=podman-compose deploy/images/check.sh  with Podman
-# BUILD=0 takes the image that is there; PDFLEET_IMAGE, PDFLEET_MODEL and PDFLEET_MODELS are those of compose.yaml.
+# BUILD=0 takes the image that is there; PDFLEET_IMAGE, _MODEL, _MODELS and _PORT are those of compose.yaml.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-engine=${ENGINE:-docker} port=8000
+engine=${ENGINE:-docker} port=${PDFLEET_PORT:-8000}
 export PDFLEET_IMAGE=${PDFLEET_IMAGE:-pdfleet:0.1.0}
 compose() { ${COMPOSE:-$engine compose} -p pdfleet-check -f deploy/images/compose.yaml "$@"; }
 say() { echo "== $*"; }

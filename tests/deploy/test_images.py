@@ -183,7 +183,7 @@ def test_a_service_is_told_what_it_knows_and_may_do_little(name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in service
     assert "user" not in service, "that of the image"
-    # What is compiled there is loaded from there; Docker mounts noexec unless it is told otherwise.
+    # What Triton compiles there is loaded from there; Docker mounts noexec unless it is told otherwise.
     assert service["tmpfs"] == ["/tmp:exec"]
     assert service["volumes"] == ["models:/models"]
     for variable in ("HF_HOME", "PDFLEET_CACHE"):
