@@ -35,7 +35,7 @@ class DecisionsFile:
     def __init__(
         self, path: Path, most_bytes: int, settings: PlannerSettings, most_waiting: int = 4 << 20
     ) -> None:
-        """BadRequest: another planner writes it. OSError: it cannot be written."""
+        """BadRequest: another planner writes it, or it cannot be written."""
         self.state: Callable[[], State] | None = None
         """What was learnt up to the line that is kept, of who writes."""
         self._path = path
@@ -46,8 +46,11 @@ class DecisionsFile:
         self._waiting_bytes = 0
         self._lost = 0
         self._failing = False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._open()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._open()
+        except OSError as error:
+            raise BadRequest(f"decisions cannot be written to {path}: {error.strerror}") from None
         with contextlib.suppress(OSError):  # A full disk may refuse even this; a pipe cannot be cut.
             self._cut_half_a_line()
 

@@ -130,6 +130,13 @@ def test_half_a_line_is_taken_away(tmp_path: Path) -> None:
     assert replayed(str(path)) == 0
 
 
+def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "decisions"):
+        with pytest.raises(BadRequest, match=f"decisions cannot be written to {path}: "):
+            DecisionsFile(path, MUCH, SETTINGS)
+
+
 def test_two_planners_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     one = DecisionsFile(path, MUCH, SETTINGS)
