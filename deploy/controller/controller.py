@@ -50,9 +50,11 @@ from fleet.metrics import Family
 log = logging.getLogger(__name__)
 
 EVENTS = Resource("v1", "Event", "events")
+OURS = {"fieldManager": CONTROLLER}
+"""So that whoever meets a conflict, or looks at managedFields, reads whose a field is."""
+FORCE = {**OURS, "force": "true"}
 _NAMED = ("apiVersion", "kind", "metadata")
 _TEMPLATE = (ROLE_LABEL, REVISION_LABEL, "pod-template-hash")
-FORCE = {"fieldManager": CONTROLLER, "force": "true"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +239,12 @@ class Controller:
                     # An apply leaves what another has added to a list whose entries are fields of their own,
                     # such as variables of a container. A merge takes such lists as they are given.
                     body = {key: value for key, value in wanted.items() if key not in _NAMED}
-                    written = await self._api.ask("PATCH", path, {"fieldManager": CONTROLLER}, body, MERGE)
+                    written = await self._api.ask("PATCH", path, OURS, body, MERGE)
                 mirror.wrote(written)
             case Resize(resource, set_name, count):
                 resized: Object = {"spec": {"replicas": count}}
                 path = resource.path(namespace, set_name)
-                self._owned[resource.kind].wrote(await self._api.ask("PATCH", path, None, resized, MERGE))
+                self._owned[resource.kind].wrote(await self._api.ask("PATCH", path, OURS, resized, MERGE))
             case Remove(resource, gone):
                 query = {"propagationPolicy": "Background"}
                 try:
@@ -253,7 +255,7 @@ class Controller:
             case Mark(pod, cost):
                 value = None if cost is None else str(cost)
                 body = {"metadata": {"annotations": {DELETION_COST: value}}}
-                self._pods.wrote(await self._api.ask("PATCH", PODS.path(namespace, pod), None, body, MERGE))
+                self._pods.wrote(await self._api.ask("PATCH", PODS.path(namespace, pod), OURS, body, MERGE))
             case Carry(counts, version):
                 notes = {CARRIED + role: str(count) for role, count in counts.items()}
                 body = {
@@ -261,16 +263,16 @@ class Controller:
                     "spec": {role: {"replicas": count} for role, count in counts.items()},
                 }
                 self._fleets.wrote(
-                    await self._api.ask("PATCH", FLEETS.path(namespace, name), None, body, MERGE)
+                    await self._api.ask("PATCH", FLEETS.path(namespace, name), OURS, body, MERGE)
                 )
             case TellPool(pool, status):
                 body = {"status": msgspec.to_builtins(status)}
                 path = POOLS.path(namespace, pool, "status")
-                self._owned[POOLS.kind].wrote(await self._api.ask("PATCH", path, None, body, MERGE))
+                self._owned[POOLS.kind].wrote(await self._api.ask("PATCH", path, OURS, body, MERGE))
             case TellFleet(fleet_status):
                 body = {"status": msgspec.to_builtins(fleet_status)}
                 path = FLEETS.path(namespace, name, "status")
-                self._fleets.wrote(await self._api.ask("PATCH", path, None, body, MERGE))
+                self._fleets.wrote(await self._api.ask("PATCH", path, OURS, body, MERGE))
             case Say():
                 await self._say(namespace, fleet, action)
 
