@@ -75,6 +75,10 @@ class Grants:
         self._open(lease, blocks)
         return lease
 
+    def grows(self, lease: LeaseId) -> bool:
+        """See `Transfer.grows`."""
+        return self._table.grows(lease)
+
     def extend(self, lease: LeaseId, blocks: Sequence[int]) -> None:
         """The next positions of an open lease. ValueError when it is not open."""
         self._check(blocks)

@@ -100,6 +100,11 @@ class LeaseTable:
         entry = self._leases[lease] = _Lease([], [], math.inf, self._granted)
         self._pin(entry, blocks)
 
+    def grows(self, lease: LeaseId) -> bool:
+        """Whether it can be extended: one that is sealed, or was released and is still read, cannot."""
+        entry = self._leases.get(lease)
+        return entry is not None and entry.open
+
     def extend(self, lease: LeaseId, blocks: Sequence[int]) -> None:
         """Adds blocks at the next positions. ValueError when it is not open, or a block is bad or there."""
         entry = self._leases.get(lease)

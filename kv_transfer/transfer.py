@@ -196,6 +196,10 @@ class Transfer:
             lease_s=self.settings.lease_s,
         )
 
+    def grows(self, lease: LeaseId) -> bool:
+        """Whether it is open. A reader may have ended it, which is over only when its reads are."""
+        return self._grants.grows(lease)
+
     def extend(self, lease: LeaseId, blocks: Sequence[int]) -> None:
         """These are final too: the next positions of an open lease. ValueError when it is not open."""
         self._grants.extend(lease, blocks)

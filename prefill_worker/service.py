@@ -144,7 +144,7 @@ class PrefillService:
             self._loans[ready.id] = _Loan(ticket, len(ready.blocks))
             self._early += 1
             stream.lent(ticket)
-        elif not loan.over:
+        elif self._transfer.grows(loan.ticket.lease):
             self._transfer.extend(loan.ticket.lease, ready.blocks[loan.blocks :])
             loan.blocks = len(ready.blocks)
 
@@ -154,7 +154,7 @@ class PrefillService:
         if stream is None or held.finish is not None:
             # Nobody waits, or nothing is left to decode: the KV stays in the prefix cache only.
             self._let_go(held.id)
-        elif loan is None or loan.over:
+        elif loan is None or not self._transfer.grows(loan.ticket.lease):
             self._loans.pop(held.id, None)
             ticket = self._transfer.grant(held.blocks, held.tokens)
             self._lent[ticket.lease] = held.id
@@ -182,7 +182,8 @@ class PrefillService:
             return
         if (loan := self._loans.get(sequence)) is not None:
             loan.over = True
-        self._engine.release(sequence)
+        if sequence not in self._lent.values():  # Else a lease that came after stands, or one before is read.
+            self._engine.release(sequence)
 
     def report(self, base: LoadReport) -> LoadReport:
         report = figures(base, self._engine.load(), self._counters())

@@ -244,6 +244,27 @@ def test_kv_that_does_not_come_is_brought_anew_or_computed_from_the_last_proven_
     run(main(), horizon_s=600)
 
 
+def test_a_loan_that_ends_while_it_is_read_and_more_is_computed_costs_latency_only() -> None:
+    """As when a reader that gave up says so while the source still serves a read of another, or its own."""
+
+    async def main() -> None:
+        async with box_of(pull_limit_s=10.0) as box:
+            box.hub.bytes_s = 1e7  # The first blocks take longer to read than all others to be computed.
+            worker = box.workers[WorkerId("prefill-0")]
+            source, free = worker.transfer, worker.engine.load().blocks_free
+            asked = asyncio.create_task(box.ask(box.request(PROMPT, ANSWER, 1)))
+            await box.until(lambda: bool(source._grants._aborts))
+            (lease,) = source._grants._aborts
+            source.release(lease)
+            assert source.leases == 1, "it is read"
+            await box.until(lambda: counter(box, "leases_granted") == 2 and source.leases == 1)
+            assert worker.engine.load().blocks_free == free - 63, "under the second lease"
+            right(box, await asked)
+            assert counter(box, "pulled_tokens") == 1000
+
+    run(main(), horizon_s=600)
+
+
 def test_a_decode_worker_that_refuses_is_in_the_record_and_costs_nothing() -> None:
     async def main() -> None:
         engine = EngineSettings(block_size=16, max_batch=2, max_step_tokens=128, max_waiting=1)
