@@ -38,6 +38,7 @@ NODES = Resource("v1", "Node", "nodes", namespaced=False)
 _CONTROLLERS = (
     *("deployment", "replicaset", "statefulset", "disruption", "garbagecollector", "namespace"),
     *("serviceaccount", "serviceaccount-token", "root-ca-cert-publisher", "resourcequota", "endpointslice"),
+    "clusterrole-aggregation",
 )
 _USERS = {
     "admin": ("admin", "system:masters"),
@@ -213,26 +214,26 @@ class Nodes:
         self._api, self._kubelet, self._schedules = api, kubelet, plane.schedules
         self._lives: dict[str, asyncio.Task[None]] = {}
         self.pods: dict[str, Object] = {}
-        """Of the namespace `default`, by name, as last heard."""
+        """By uid, as last heard."""
 
     async def run(self) -> None:
         """Does not end."""
-        path = PODS.path("default")
+        path = PODS.path()
         try:
             await _join(self._api)
             while True:
                 try:
                     page = await self._api.ask("GET", path)
-                    self.pods = {one["metadata"]["name"]: one for one in page["items"]}
+                    self.pods = {one["metadata"]["uid"]: one for one in page["items"]}
                     for pod in page["items"]:
                         await self._see(pod)
                     since = {"resourceVersion": page["metadata"]["resourceVersion"]}
                     async for event in self._api.follow(path, since):
                         pod = event["object"]
                         if event["type"] == "DELETED":
-                            self.pods.pop(pod["metadata"]["name"], None)
+                            self.pods.pop(pod["metadata"]["uid"], None)
                         else:
-                            self.pods[pod["metadata"]["name"]] = pod
+                            self.pods[pod["metadata"]["uid"]] = pod
                             await self._see(pod)
                 except (Unavailable, ClusterError):
                     await asyncio.sleep(0.2)
@@ -243,7 +244,7 @@ class Nodes:
 
     async def _see(self, pod: Object) -> None:
         meta = pod["metadata"]
-        if meta["uid"] in self._lives:
+        if meta["uid"] in self._lives or FLEET_LABEL not in meta.get("labels", {}):
             return
         if pod["spec"].get("nodeName"):
             own = OnNode(self._api, pod, time.time)
@@ -302,7 +303,7 @@ class Site:
         self._nodes, self._folder = nodes, folder
 
     def pods(self) -> list[Object]:
-        return list(self._nodes.pods.values())
+        return [one for one in self._nodes.pods.values() if one["metadata"]["namespace"] == "default"]
 
     async def start_controller(self, name: str) -> None:
         path = "/api/v1/namespaces/pdfleet-system/serviceaccounts/pdfleet-controller/token"

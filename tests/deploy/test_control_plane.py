@@ -17,11 +17,12 @@ from test_end_to_end import whole_life
 from test_kubectl import fleet, fleetctl, kubectl
 
 from deploy.controller.election import LEASES
-from deploy.controller.render import DEPLOYMENTS, PODS, REVISION_LABEL, SERVICES
-from fleet.cluster import APPLY, MERGE, POOLS, ClusterError, Object, Resource
+from deploy.controller.render import BINDINGS, DEPLOYMENTS, PODS, REVISION_LABEL, SERVICES
+from fleet.cluster import APPLY, FLEETS, GROUP, MERGE, POOLS, ClusterError, Object, Resource
 
 pytestmark = pytest.mark.live
 
+REVIEWS = Resource("authorization.k8s.io/v1", "SubjectAccessReview", "subjectaccessreviews", namespaced=False)
 QUOTAS = Resource("v1", "ResourceQuota", "resourcequotas")
 
 
@@ -82,6 +83,13 @@ def test_all_is_made_with_the_rights_of_the_installation_and_then_nothing_is_wri
             assert "PodDisruptionBudget" in await whose(site, "KindMissing")
         shown = (await kubectl(site, "get", "ifl")).splitlines()[1].split()
         assert shown[:6] == ["demo", "m", "1", "1", "2", "2"]
+        for kind in (FLEETS, POOLS, DEPLOYMENTS, SERVICES):
+            for one in await site.all(kind):
+                if one["metadata"]["name"] == "kubernetes":
+                    continue
+                managers = {entry["manager"] for entry in one["metadata"]["managedFields"]}
+                known = {"pdfleet-controller", "kubectl-client-side-apply", "kube-controller-manager"}
+                assert managers <= known, (one["metadata"]["name"], managers)
         # Looked at again, for another's annotation, it has nothing to write.
         before = len(writes(plane))
         for number in range(3):
@@ -108,6 +116,62 @@ def writes(plane: ControlPlane) -> list[str]:
         for one in plane.audited()
         if one["verb"] not in ("get", "list", "watch") and "/leases" not in one["requestURI"]
     ]
+
+
+def test_who_may_what(plane: ControlPlane, tmp_path: Path) -> None:
+    """The planner of a fleet may read and change this one; who may edit a namespace may edit its fleets."""
+
+    async def story(site: Site) -> None:
+        await apply(site, planner={"mode": "advise"})
+        await site.settle()
+
+        async def may(who: str, verb: str, group: str, resource: str, name: str = "", sub: str = "") -> bool:
+            attributes = {
+                "namespace": "default", "verb": verb, "group": group, "resource": resource, "name": name,
+                "subresource": sub,
+            }  # fmt: skip
+            body: Object = {"spec": {"user": who, "resourceAttributes": attributes}}
+            answer = await site.api.ask("POST", REVIEWS.path(), None, body)
+            return bool(answer["status"]["allowed"])
+
+        planner = "system:serviceaccount:default:demo-planner"
+        assert await may(planner, "patch", GROUP, "inferencefleets", "demo")
+        assert not await may(planner, "patch", GROUP, "inferencefleets", "other")
+        assert not await may(planner, "delete", GROUP, "inferencefleets", "demo")
+        controller = "system:serviceaccount:pdfleet-system:pdfleet-controller"
+        assert await may(controller, "list", "", "pods")
+        assert not await may(controller, "create", "", "pods", sub="exec")
+        for resource in ("secrets", "configmaps", "nodes"):
+            assert not await may(controller, "get", "", resource)
+        editor = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"}
+        subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "ann"}
+        body: Object = {"metadata": {"name": "an-editor"}, "roleRef": editor, "subjects": [subject]}
+        await site.api.ask("POST", BINDINGS.path("default"), None, body)
+        try:
+            await site.until(lambda: may("ann", "create", GROUP, "inferencefleets"))
+            assert await may("ann", "patch", GROUP, "fleetpools", sub="scale")
+        finally:
+            await site.api.ask("DELETE", BINDINGS.path("default", "an-editor"))
+
+    Play().run(plane, tmp_path, story)
+
+
+def test_a_namespace_goes_with_its_fleets(plane: ControlPlane, tmp_path: Path) -> None:
+    async def story(site: Site) -> None:
+        await kubectl(site, "create", "namespace", "passing")
+        await kubectl(site, "apply", "--validate=false", "-n", "passing", "-f", "-", text=fleet())
+
+        async def made() -> bool:
+            pool = await site.get(POOLS, "demo-decode", "passing")
+            return bool(pool.get("status", {}).get("replicas") == 2)
+
+        await site.until(made)
+        await kubectl(site, "delete", "namespace", "passing", "--timeout=120s")
+        # And the controller looks after others as before.
+        await apply(site)
+        await site.settle()
+
+    Play().run(plane, tmp_path, story)
 
 
 def test_scaled_by_kubectl_and_by_fleetctl(plane: ControlPlane, tmp_path: Path) -> None:
