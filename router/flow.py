@@ -205,8 +205,12 @@ class _Run:
         except FleetError as error:
             self._close(HandoffState.FAILED, error.message, error)
             raise
-        finally:
+        except (GeneratorExit, asyncio.CancelledError):
             self._close(HandoffState.RELEASED, "the reader went away")
+            raise
+        finally:
+            # Only a defect leaves it open: no client's wish, and to be counted as what it is.
+            self._close(HandoffState.FAILED, "a defect", Internal("a defect of the router"))
 
     def __aiter__(self) -> AsyncIterator[RunToken | RunEnd]:
         return self._events()

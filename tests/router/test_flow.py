@@ -25,7 +25,7 @@ from fleet.ids import WorkerId
 from fleet.member import Role
 from fleet.request import FinishReason, Sampling
 from fleet.stages import Stage, Timeline
-from router.record import HandoffState
+from router.record import HandoffRecord, HandoffState, Transition
 from router.run import RunEnd, RunToken
 from router.settings import FlowSettings
 
@@ -525,6 +525,27 @@ def test_a_deadline_may_pass_at_any_moment_on_the_loop_that_serves() -> None:
             await fleet.stop()
 
     uvloop.run(main())
+
+
+def test_a_defect_is_counted_as_a_failure_of_ours_and_leaves_nothing() -> None:
+    async def body(fleet: Fleet) -> None:
+        flow = fleet.router.flow
+
+        def broken(record: HandoffRecord, step: Transition | None) -> None:
+            if step is not None and step.state is HandoffState.READY:
+                raise ZeroDivisionError
+
+        flow.records.followers.append(broken)
+        with pytest.raises(ZeroDivisionError):
+            await ask(fleet, request())
+        await fleet.settle()
+        fleet.check_idle()
+        assert flow.counters["failed_Internal"] == 1
+        (record,) = flow.records.ended
+        assert record.outcome is not None
+        assert (record.outcome["end"], record.outcome["attained"]) == ("failed", False)
+
+    in_fleet(body)
 
 
 def test_a_worker_is_told_what_is_left_of_the_deadline() -> None:
