@@ -51,6 +51,8 @@ class _Short:
     wanted: int = 0
     ready: int = 0
     since: float | None = None
+    full: bool = False
+    """Whether all that are wanted were ready once: who comes before that was not started just now."""
 
 
 @dataclass(slots=True)
@@ -181,12 +183,13 @@ class Observer:
         coming = sum(card.turning == role for card in leaving)
         turning = any(card.turning is not None for card in leaving)
         short = self._short[role]
-        if short.since is not None and ready > short.ready and wanted <= short.wanted and not turning:
+        more = ready > short.ready and wanted <= short.wanted
+        if short.since is not None and short.full and more and not turning:
             took = now - short.since
             known = self._cold_start_s
             self._cold_start_s = took if known is None else known + _COLD_WEIGHT * (took - known)
         if ready >= wanted:
-            short.since = None
+            short.since, short.full = None, True
         elif short.since is None or ready > short.ready or wanted > short.wanted:
             short.since = now
         short.wanted, short.ready = wanted, ready
