@@ -30,7 +30,7 @@ _BIN_SAMPLES = 24
 _REACH = 2.0
 """How many times the largest batch that was seen another one is supposed to be foreseen."""
 _CAREFUL_REACH = 1.5
-_LEAST_REACH = 8.0
+_LEAST_REACH = 16.0
 _PRIOR_SLOPE = 0.5
 """Share of a step that is supposed to be proportional to its batch, until two sizes were seen."""
 _PRIOR_BATCH = 8.0

@@ -177,11 +177,11 @@ def _enough(role: str, seen: Observation, state: State, now: float) -> tuple[int
     """How many of the role may stay now; the present count while it is too early to say."""
     settings, pool, wanted = state.settings, state.pools[role], seen.pool(role).wanted
     settle_s = _settle_s(state, role)
-    if now - pool.rose_at < settle_s:
-        return wanted, ""
     if state.load.falls(now, settle_s):
         # It is not by chance that fewer are enough: a mistake costs a cold start, and no more is waited for.
         settle_s = min(settle_s, _cold_start_s(seen, settings) * pool.settle_times)
+    if now - pool.rose_at < settle_s:
+        return wanted, ""
     if not pool.needs or pool.needs[0][0] > now - settle_s:
         return wanted, ""
     if seen.pool(role).starting:

@@ -31,6 +31,10 @@ _SLOT_WEIGHT = 0.5
 _MOST_SCALE = 2.0
 
 
+_UNSEEN = 0.5
+"""Rises that count as seen from the beginning: none in so long is no proof that there is none (Jeffreys)."""
+
+
 class Forecast:
     """Of one rate, a second."""
 
@@ -39,6 +43,8 @@ class Forecast:
         self._since: float | None = None
         self._at = 0.0
         self._recent = Recent(_WINDOW_S, _LEAST, counts=True)
+        self._rises = Rate(season_s)
+        self._rises.add(_UNSEEN, 0.0)
         self._profile: dict[int, float] = {}
         self._usual_weight = self._usual_sum = 0.0
         """Of the profile what the level is of the rate: as late, so that the two can be compared."""
@@ -52,6 +58,7 @@ class Forecast:
         self._since = now - seconds if self._since is None else self._since
         self._at = now
         self._recent.add(now, seconds, count)
+        self._rises.add(float(self.changed_at == now and not self.fell), seconds)
         self._season(count, seconds, now)
         usual = self._profile.get(self._slot_of(now))
         if usual is not None:
@@ -83,6 +90,11 @@ class Forecast:
     def fell(self) -> bool:
         """Whether it was a lower one then."""
         return self._recent.fell
+
+    def surprise(self, within_s: float) -> float:
+        """The odds that clearly more is asked at once within so many seconds, by how often that was so."""
+        rises = self._rises.value
+        return 1.0 if rises is None else min(1.0, rises * within_s)
 
     @property
     def trend(self) -> float:

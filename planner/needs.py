@@ -73,6 +73,8 @@ class Typical:
     """The load of the last minute."""
     noise: float
     """Standard deviation of how that compares with an earlier typical load, where nothing changes."""
+    surprise: float
+    """The odds that clearly more is asked at once, before another worker could serve."""
     growth: float
     """Times the present rate that is foreseen; 1: no more than now."""
     strained: dict[str, bool]
@@ -254,7 +256,8 @@ class Load:
         # Of three means: how many came, how long they were, and what both are compared with.
         came = math.sqrt((1 / _MINUTE_S + (1 + scv) / (2 * _TYPICAL_S)) / rate)
         noise = math.hypot(came, self._prompt.error)
-        return Typical({"prefill": load, "decode": sequences}, least, last, noise, growth, strained)
+        surprise = self.arrivals.surprise(ahead_s)
+        return Typical({"prefill": load, "decode": sequences}, least, last, noise, surprise, growth, strained)
 
     @property
     def changed_at(self) -> float:

@@ -161,7 +161,8 @@ class Trials:
         if not settings.trials or typical is None or counted < _EVIDENCE:
             return None
         allowed = (1 - settings.target) * counted
-        if sum(pool.faults[-1] for pool in self.pools.values()) > allowed / 2:
+        missed = sum(pool.faults[-1] for pool in self.pools.values())
+        if missed > allowed / 2:
             return None
         for role, correction in zip(ROLES, pressure, strict=True):
             pool, fewer, load = self.pools[role], seen.pool(role).wanted - 1, typical.load[role]
@@ -174,6 +175,8 @@ class Trials:
                 or correction > _CORRECTED
                 or typical.strained[role]
                 or typical.growth > 1
+                # If more is asked at once than those there can do, one of them lacks until another starts.
+                or missed + typical.surprise / (fewer + 1) * counted > allowed
                 or typical.now[role] > load  # It may be rising, though that is not clear yet.
             ):
                 continue

@@ -277,3 +277,12 @@ def test_nothing_measured_yet_changes_nothing() -> None:
         plan = decide(seen, state, 5.0 * tick)
         assert (plan.prefill, plan.decode) == (3, 2)
         assert "shown its speed" in plan.why
+
+
+def test_a_pool_that_grew_just_before_does_not_keep_what_has_clearly_become_needless() -> None:
+    fleet = FluidFleet(SETTINGS, lambda now: 12.0 if HOUR <= now < HOUR + 150 else 3.0).start_with(2, 1)
+    fleet.run(HOUR + 300)
+    rose = max(late for late, plan in changes(fleet, HOUR) if late < 150)
+    fell = min(late for late, plan in changes(fleet, HOUR) if late > 150)
+    assert fell - rose < SETTINGS.settle_s
+    assert fell <= 150 + 100

@@ -66,7 +66,7 @@ def test_of_single_sequences_it_is_not_concluded_that_a_few_are_slow() -> None:
     found = capacity.decode(0.081, tokens=100)
     assert found is not None
     # That is how far is looked; half of a step of one was taken to be that one's, so that four were too many.
-    assert found.batch == 8
+    assert found.batch == 16
 
 
 def test_a_trend_is_seen_and_noise_is_none() -> None:

@@ -113,3 +113,25 @@ def test_no_level_of_load_brings_more_than_two_reversals_an_hour(work: float) ->
         for begin in turned:
             assert sum(begin <= now < begin + HOUR for now in turned) <= 2, fleet.counts
     assert fleet.attainment >= 0.95
+
+
+def when_tried(fleet: FluidFleet) -> float:
+    return next(now for now, plan in fleet.plans if "prefill are tried, as" in plan.why)
+
+
+def test_a_trial_waits_until_a_rise_within_a_cold_start_is_unlikely_enough() -> None:
+    """Half a rise in so long, in 65 s, and of n workers one's part of what comes is no more than may miss."""
+    two = FluidFleet(SETTINGS, lambda now: 0.7 * SPEED / 2000.0).start_with(2, 1).run(600.0)
+    five = FluidFleet(SETTINGS, lambda now: 2.8 * SPEED / 2000.0).start_with(5, 2).run(600.0)
+    assert 0.5 * 65 / 2 / (1 - SETTINGS.target) <= when_tried(two) <= 500
+    # Of so many it is soon less than that, and they must only have been enough for long.
+    assert SETTINGS.settle_s <= when_tried(five) <= 250
+
+
+def test_where_more_was_asked_at_once_before_it_is_tried_later() -> None:
+    def rate(now: float) -> float:
+        burst = now < 1200 and 100 <= now % 600 < 300
+        return (2.1 if burst else 0.7) * SPEED / 2000.0
+
+    fleet = FluidFleet(SETTINGS, rate).start_with(2, 1).run(1500.0)
+    assert not any("prefill are tried, as" in plan.why for _, plan in fleet.plans)
