@@ -219,12 +219,16 @@ class _Run:
     def more(self) -> bool:
         return self.legs.now is not None and self.legs.now.stream.more
 
-    async def stop(self, reason: CancelReason) -> None:
+    async def stop(self, reason: CancelReason, because: FleetError | None = None) -> None:
         if self.over or self.stopped is not None:
             return
         self.stopped = reason
         self._interrupt(_Stopped())
-        if reason is CancelReason.STOP_STRING:
+        if because is not None:
+            self._close(
+                HandoffState.FAILED, f"another answer of the request failed: {because.message}", because
+            )
+        elif reason is CancelReason.STOP_STRING:
             self._close(HandoffState.DONE, f"stopped: {reason}", FinishReason.STOP)
         else:
             self._close(HandoffState.RELEASED, f"stopped: {reason}")

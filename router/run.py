@@ -8,6 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from fleet.errors import FleetError
 from fleet.handoff import CancelReason
 from fleet.ids import WorkerId
 from fleet.objectives import Objectives
@@ -59,8 +60,11 @@ class Run(Protocol):
         with the last one. False where that is not known."""
         ...
 
-    async def stop(self, reason: CancelReason) -> None:
-        """End it now, wherever it is, on both legs; idempotent, also after its end. Always called last."""
+    async def stop(self, reason: CancelReason, because: FleetError | None = None) -> None:
+        """End it now, wherever it is, on both legs; idempotent, also after its end. Always called last.
+
+        `because`: how another answer of the same HTTP request failed, which this one then counts as too: it is
+        not the client that gave it up."""
         ...
 
 

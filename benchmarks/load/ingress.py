@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 import uvloop
 
 from benchmarks.report import emit
+from fleet.errors import FleetError
 from fleet.handoff import CancelReason
 from fleet.request import FinishReason, Request, Usage
 from fleet.stages import Timeline
@@ -47,7 +48,7 @@ class _Run:
     def more(self) -> bool:
         return False
 
-    async def stop(self, reason: CancelReason) -> None:
+    async def stop(self, reason: CancelReason, because: FleetError | None = None) -> None:
         pass
 
 

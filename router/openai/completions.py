@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.errors import BadRequest
+from fleet.errors import BadRequest, FleetError
 from fleet.handoff import CancelReason
 from fleet.request import FinishReason, Usage
 from router.openai.job import Endpoint, choices_of, usage_object
@@ -115,7 +115,7 @@ class _NothingToDraw:
     def more(self) -> bool:
         return False
 
-    async def stop(self, reason: CancelReason) -> None:
+    async def stop(self, reason: CancelReason, because: FleetError | None = None) -> None:
         pass
 
 

@@ -180,7 +180,13 @@ async def follow_all(choices: Sequence[Choice], show: Show, flush: Flush, now: C
         return
 
     async def one_of_several(choice: Choice) -> None:
-        await follow(choice, show, flush, now)
+        try:
+            await follow(choice, show, flush, now)
+        except FleetError as error:
+            for other in choices:
+                if other.run is not None:
+                    await other.run.stop(CancelReason.CLIENT, error)
+            raise
         await flush()
 
     try:

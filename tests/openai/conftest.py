@@ -103,7 +103,7 @@ class ScriptedRun:
     def _usage(self, drawn: int) -> Usage:
         return Usage(len(self.request.prompt), drawn, len(self.request.prompt) // 2)
 
-    async def stop(self, reason: CancelReason) -> None:
+    async def stop(self, reason: CancelReason, because: FleetError | None = None) -> None:
         self.reasons.append(reason)
         self._stop.set()
         self._spine.stopped.set()

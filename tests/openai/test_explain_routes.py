@@ -20,7 +20,7 @@ from router.openai.callers import ANYBODY
 from router.openai.explain import Explained
 from router.openai.settings import HttpSettings
 from router.record import HandoffRecord, HandoffState, Records
-from router.settings import CostSettings, RouterSettings
+from router.settings import CostSettings, FlowSettings, RouterSettings
 
 ACME, ZETA, ADMIN = (f"sk-pdfleet-{name * 8}" for name in ("acme", "zeta", "boss"))
 KEYS = [
@@ -66,9 +66,11 @@ class Site:
 
 
 @asynccontextmanager
-async def site(tokenizer_json: str, keys: list[ApiKey] | None = None) -> AsyncIterator[Site]:
+async def site(
+    tokenizer_json: str, keys: list[ApiKey] | None = None, router: RouterSettings = REMOTE
+) -> AsyncIterator[Site]:
     async with (
-        Box(1, 2, router=REMOTE) as box,
+        Box(1, 2, router=router) as box,
         listening(box, tokenizer_json, keys or ()) as (ingress, port),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
@@ -109,6 +111,24 @@ def test_any_id_that_a_client_is_shown_finds_the_whole_story(tokenizer_json: str
                 assert abs(sum(candidate[part] for part in parts) - candidate["seconds"]) < 1e-5
 
     play(tokenizer_json, body)
+
+
+def test_one_answer_of_several_that_fails_takes_the_others_with_it_and_no_client_is_blamed(
+    tokenizer_json: str,
+) -> None:
+    async def main() -> None:
+        narrow = RouterSettings(flow=FlowSettings(max_requests=3))
+        async with asyncio.timeout(60), site(tokenizer_json, router=narrow) as made:
+            answer = await made.ask(n=4)
+            assert answer.status_code == 429, answer.text
+            records = await made.explained(answer.headers["x-request-id"])
+            assert [record["state"] for record in records] == ["failed"] * len(records)
+            assert {record["outcome"]["why"] for record in records} == {"rejected"}
+            counters = made.box.router.flow.counters
+            assert (counters["cancelled"], counters["failed_Overloaded"]) == (0, len(records))
+            assert (await made.ask(n=3)).status_code == 200, "nothing of it is left"
+
+    asyncio.run(main())
 
 
 def test_every_answer_has_an_id_in_its_header(tokenizer_json: str) -> None:
