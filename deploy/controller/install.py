@@ -143,8 +143,10 @@ def _deployment(image: str, labels: dict[str, str], namespace: str, replicas: in
                     {
                         "name": "controller",
                         "image": image,
-                        "command": ["python", "-m", "deploy.controller"],
                         "args": [
+                            "python",
+                            "-m",
+                            "deploy.controller",
                             f"--lease-namespace={namespace}",
                             "--identity=$(POD_NAME)",
                             "--metrics.bind=0.0.0.0",

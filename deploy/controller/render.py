@@ -445,9 +445,9 @@ class Renderer:
             "name": "pdfleet",
             "image": spec.image,
             "imagePullPolicy": spec.image_pull_policy,
-            # Exec form: the process is number 1 of its container, and hears SIGTERM itself.
-            "command": ["python", "-m", module],
-            "args": [*args, *chosen],
+            # No command: the image's own entry point stays process 1 and passes SIGTERM on, also to a process
+            # that still imports, which as number 1 would not hear it.
+            "args": ["python", "-m", module, *args, *chosen],
             "env": _environment(placed),
             "volumeMounts": mounts,
             "securityContext": {

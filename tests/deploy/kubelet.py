@@ -111,7 +111,7 @@ class ProcessKubelet:
         """Starts it, again where it ends, and says how its probes go."""
         name, restarts = own.name, 0
         env = self._variables(name, address, container)
-        command = self._command([*container["command"], *container.get("args", [])], address, env)
+        command = self._command([*container.get("command", []), *container["args"]], address, env)
 
         async def tell(state: Object, last: Object) -> None:
             said = {

@@ -107,9 +107,10 @@ def test_pods_hear_sigterm_have_time_and_few_rights(spec: Object) -> None:
     """F095, F096."""
     for pod in pods(spec):
         (container,) = pod["containers"]
-        assert container["command"][:2] == ["python", "-m"]
-        assert not {"sh", "bash", "-c"} & {*container["command"], *container["args"]}
-        assert importlib.util.find_spec(container["command"][2])
+        assert "command" not in container, "the image's entry point is process 1"
+        assert container["args"][:2] == ["python", "-m"]
+        assert not {"sh", "bash", "-c"} & {*container["args"]}
+        assert importlib.util.find_spec(container["args"][2])
         limits = [arg.split("=")[1] for arg in container["args"] if "drain-limit" in arg]
         waits = 5 if "preStop" in container.get("lifecycle", {}) else 0
         for limit in limits:
@@ -130,7 +131,7 @@ def test_all_processes_of_a_fleet_hold_each_other_to_one_name() -> None:
         spec = {**RICH, "control": {**RICH["control"], "tlsName": name}}
         for pod in list(pods(spec))[:-1]:
             (container,) = pod["containers"]
-            given = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"])
+            given = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"][3:])
             assert given["control.tls-name"] == wanted
             (mount,) = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "fleet-tls"]
             files = {given[f"control.tls-{part}"] for part in ("ca", "cert", "key")}
@@ -146,7 +147,7 @@ def test_the_planner_knows_that_pods_keep_their_roles() -> None:
 
     (deployment,) = [one for one in renderer(RICH).planner() if one["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]]
+    args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"][3:]]
     given = load(PlannerProcessSettings, args, {}).planner
     assert given.turns is False
     assert (given.scale_to_zero, given.idle_s) == (True, 300)
@@ -194,12 +195,12 @@ def test_processes_know_every_flag_that_they_are_given(spec: Object) -> None:
     for pod in pods(spec):
         (container,) = pod["containers"]
         args = [arg.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "p") for arg in container["args"]]
-        load(classes[container["command"][2]], args, {})
+        load(classes[args[2]], args[3:], {})
 
 
 def test_settings_that_the_controller_gives_are_those_that_specs_may_not() -> None:
     for pod in list(pods(RICH))[:3]:
-        given = {arg.removeprefix("--").split("=")[0] for arg in pod["containers"][0]["args"]}
+        given = {arg.removeprefix("--").split("=")[0] for arg in pod["containers"][0]["args"][3:]}
         own = {name for name in given if name != "engine.max-batch"}
         assert all(name in RESERVED or name.startswith("control.") for name in own), own
 
