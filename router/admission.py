@@ -4,8 +4,9 @@ A request is sent on at once while its worker has room: few prompts queued there
 objectives of those who run still hold. Else it waits, in one queue for each model. The next one is of the
 highest priority; of its tenants the one that has had least (start-time fair queueing over estimated tokens:
 Goyal et al., "Start-time Fair Queuing", 1996); of that tenant's requests the one that must start first to be
-in time. Those that may be late come after those that will not be, and those that would be late anyway come
-last: served first they would make the others late too. Requests of lower priority that have waited for long
+in time. Where not all can be, those that take most step back, so that as many as possible are. Those that may
+be late come after those that will not be, and those that would be late anyway come last: served first they
+would make the others late too. Requests of lower priority that have waited for long
 get a fixed share all the same.
 
 Refused is, in this order: a sheddable request that would miss its objectives; in a full queue one that is
@@ -103,19 +104,49 @@ class _Backlog:
     late: OrderedDict[int, _Entry] = field(default_factory=OrderedDict)
     count: int = 0
     cost: float = 0.0
+    added: int = 0
+    """Since it was last seen who has to yield."""
 
-    def settle(self, now: float) -> Iterator[_Entry]:
-        """Moves those that have become late; yields the sheddable ones of them, to be refused."""
+    def settle(self, now: float, begins: float, rate: float) -> Iterator[_Entry]:
+        """Moves those that have become late; yields the sheddable ones of them, to be refused. Its turn comes
+        at `begins`, and then so many tokens a second."""
+        passed = False
         while self.timely and (self.timely[0][0] < now or not self.timely[0][2].queued):
             entry = heapq.heappop(self.timely)[2]
             if entry.queued:
+                passed = True
                 heapq.heappush(self.doubtful, (entry.lost_at, entry.order, entry))
+        # Looked at again once an eighth is new, so that one of many costs no more than one of few.
+        if self.timely and (passed or self.added * 8 > len(self.timely)):
+            self.added = 0
+            self._yield(begins, rate)
         while self.doubtful and (self.doubtful[0][0] < now or not self.doubtful[0][2].queued):
             entry = heapq.heappop(self.doubtful)[2]
             if entry.queued:
                 self.late[entry.order] = entry
                 if entry.terms.objectives.sheddable:
                     yield entry
+
+    def _yield(self, begins: float, rate: float) -> None:
+        """Where not all can be in time, those who take most are the doubtful ones, so that as many as possible
+        are: in the order of their turns, whenever one would be late the costliest up to it steps back (Moore,
+        "An n job, one machine sequencing algorithm", 1968)."""
+        kept: list[tuple[float, int, _Entry]] = []
+        yielding = False
+        at = begins
+        for latest, order, entry in sorted(self.timely):
+            if not entry.queued:
+                continue
+            heapq.heappush(kept, (-entry.cost, order, entry))
+            if at > latest:
+                yielding = True
+                dearest = heapq.heappop(kept)[2]
+                heapq.heappush(self.doubtful, (dearest.lost_at, dearest.order, dearest))
+                at -= dearest.cost / rate
+            at += entry.cost / rate
+        if yielding:
+            self.timely = [(entry.latest_start, entry.order, entry) for _, _, entry in kept]
+            heapq.heapify(self.timely)
 
     def first(self) -> tuple[int, _Entry]:
         """Who it is; 0: it can be in time, 1: perhaps, 2: it would be late."""
@@ -142,6 +173,7 @@ class _Level:
     def add(self, entry: _Entry) -> None:
         backlog = self.backlogs.setdefault(entry.terms.tenant, _Backlog())
         heapq.heappush(backlog.timely, (entry.latest_start, entry.order, entry))
+        backlog.added += 1
         self.oldest[entry.order] = entry
         for held in (self, backlog):
             held.count += 1
@@ -222,8 +254,14 @@ class _Lane:
 
     def settle(self, now: float) -> list[_Entry]:
         """Those that became late and are to be refused."""
-        backlogs = (backlog for level in self.levels.values() for backlog in level.backlogs.values())
-        return [entry for backlog in backlogs for entry in backlog.settle(now)]
+        late: list[_Entry] = []
+        rate, begins = self.rate, now
+        for _, level in self.waiting():
+            share = rate / len(level.backlogs)
+            for backlog in level.backlogs.values():
+                late += backlog.settle(now, begins, share)
+            begins += level.cost / rate
+        return late
 
     def drained(self, cost: float, now: float) -> None:
         """One has gone from the queue to a worker."""

@@ -117,6 +117,34 @@ def test_the_order_is_priority_then_who_must_start_first_and_the_late_come_last(
     assert desk.refused == []
 
 
+@given(st.lists(st.integers(100, 8000), min_size=2, max_size=40))
+def test_where_not_all_can_be_in_time_those_that_take_most_step_back(sizes: list[int]) -> None:
+    """All came at once and were promised the same: as many are in time as could be, were the cheapest taken."""
+    desk = Desk()
+    for number, tokens in enumerate(sizes):
+        desk.arrive(forecast=replace(FULL, tokens=tokens), id=str(number))
+    rate, latest = ROOM.rate, 0.9 * 1.0 - 0.25 - FULL.work_s
+    costs, could, at = [size + 8 for size in sizes], 0, 0.0
+    for cost in sorted(costs):
+        could += at <= latest
+        at += cost / rate
+    served = in_time = 0
+    while (head := desk.next()) is not None:
+        served += 1
+        in_time += desk.now <= latest
+        desk.now += costs[int(head)] / rate
+    assert served == len(sizes)
+    assert in_time == could
+
+
+def test_where_all_can_be_in_time_nobody_steps_back() -> None:
+    desk = Desk()
+    desk.arrive(terms(replace(HIGH, ttft_ms=2000)), replace(FULL, tokens=4000), id="long")
+    for number in range(4):
+        desk.arrive(terms(replace(HIGH, ttft_ms=3000)), id=f"short{number}")
+    assert desk.drain()[0] == "long"
+
+
 def test_tenants_get_their_shares_whoever_asks_for_more() -> None:
     desk = Desk()
     for _ in range(90):
