@@ -119,7 +119,7 @@ def test_the_order_is_priority_then_who_must_start_first_and_the_late_come_last(
 
 @given(st.lists(st.integers(100, 8000), min_size=2, max_size=40))
 def test_where_not_all_can_be_in_time_those_that_take_most_step_back(sizes: list[int]) -> None:
-    """All came at once and were promised the same: as many are in time as could be, were the cheapest taken."""
+    """All came at once and were promised the same: as many are in time as of the cheapest could be."""
     desk = Desk()
     for number, tokens in enumerate(sizes):
         desk.arrive(forecast=replace(FULL, tokens=tokens), id=str(number))
