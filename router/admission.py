@@ -128,9 +128,9 @@ class _Backlog:
                     yield entry
 
     def _yield(self, begins: float, rate: float) -> None:
-        """Where not all can be in time, those that take most become the doubtful ones, so that as many as possible
-        are: whenever one would be late, the costliest of all up to it steps back (Moore, "An n job, one machine
-        sequencing algorithm", 1968)."""
+        """Where not all can be in time, those that take most become the doubtful ones, so that as many as can
+        are: whenever one would be late, the costliest of all up to it steps back (Moore, "An n job, one
+        machine sequencing algorithm", 1968)."""
         kept: list[tuple[float, int, _Entry]] = []
         yielding = False
         at = begins
