@@ -131,8 +131,9 @@ def blocked_by(kind: Kind, children: Sequence[Child]) -> Kind | None:
 
 
 def victims(have: Sequence[Child], count: int) -> list[tuple[Child, str]]:
-    """The `count` children to let go, and why these: first those that serve nobody, frozen ones among them,
-    then the least loaded, then, where the load is unknown, the youngest."""
+    """The `count` children to let go, and why these: first those that serve nobody, frozen ones among them;
+    then those whose load is unknown, the youngest first: where others tell theirs, one is new, or frozen and
+    not yet known to be; then the least loaded."""
 
     def order(child: Child) -> tuple[int, int, float]:
         if child.phase is Phase.CRASHED:
@@ -142,7 +143,7 @@ def victims(have: Sequence[Child], count: int) -> list[tuple[Child, str]]:
         elif child.silent_since is not None:
             rank = 1
         else:
-            rank = 3 if child.load is not None else 4
+            rank = 3 if child.load is None else 4
         return rank, child.load or 0, -child.since
 
     def reason(child: Child) -> str:
@@ -151,7 +152,7 @@ def victims(have: Sequence[Child], count: int) -> list[tuple[Child, str]]:
         if child.silent_since is not None:
             return "this one shows no sign of life"
         if child.load is None:
-            return "this one is the youngest, loads unknown"
+            return "this one is the youngest whose load is unknown"
         return f"this one is the least loaded, {child.load} requests"
 
     return [(child, reason(child)) for child in sorted(have, key=order)[: max(0, count)]]

@@ -347,7 +347,8 @@ def test_scale_down_lets_the_frozen_one_go_and_waits_for_its_end(start: Callable
     assert fleet.run("scale", "decode=1", "--dry-run")["drain"] == [frozen]
     assert fleet.run("scale", "decode=1", "--wait")["settled"]
     assert [*fleet.pids("decode")] == [serving]
-    fleet.line(rf"{frozen} +stop +2 decode, 1 wanted; this one shows no sign of life")
+    # Its load is unknown at once, its silence when its lease has run out.
+    fleet.line(rf"{frozen} +stop +2 decode, 1 wanted; this one (shows no sign of life|is the youngest)")
     assert fleet.end() == 0
 
 
