@@ -496,6 +496,8 @@ def test_counts_nobody_can_read_change_nothing(start: Callable[..., Fleet]) -> N
 def test_a_paused_etcd_costs_no_worker_and_status_still_answers(start: Callable[..., Fleet]) -> None:
     fleet = start()
     fleet.line("fleet +ready")
+    # The counts are written beside the start, and may come after it.
+    until(lambda: fleet.run("status")["desired"] == {"prefill": 1, "decode": 1})
     before = fleet.pids()
     os.kill(before["etcd"], signal.SIGSTOP)
     try:
