@@ -64,6 +64,19 @@ def quantile(share: float, name: str, by: str, matching: str = "") -> tuple[str,
     return f"histogram_quantile({share}, {rate(f'{name}_bucket', f'le, {by}', matching)})", f"{{{{{by}}}}}"
 
 
+def _forecast(title: str, short: str, long: str) -> Lines:
+    """What was forecast of requests beside what came to pass."""
+    actual, _ = quantile(0.5, f"pdfleet_{long}_seconds", "slo_class", WANTED)
+    return Lines(
+        f"{title}, forecast and actual, median",
+        [
+            quantile(0.5, f"pdfleet_{short}_forecast_seconds", "slo_class", WANTED),
+            (actual, "{{slo_class}} actual"),
+        ],
+        "s",
+    )
+
+
 OVERVIEW = Page(
     "overview",
     "pdfleet: overview",
@@ -236,28 +249,8 @@ OBJECTIVES = Page(
         (
             "Admission",
             [
-                Lines(
-                    "Time to first token, forecast and actual, median",
-                    [
-                        quantile(0.5, "pdfleet_ttft_forecast_seconds", "slo_class", WANTED),
-                        (
-                            quantile(0.5, "pdfleet_time_to_first_token_seconds", "slo_class", WANTED)[0],
-                            "{{slo_class}} actual",
-                        ),
-                    ],
-                    "s",
-                ),
-                Lines(
-                    "Time per output token, forecast and actual, median",
-                    [
-                        quantile(0.5, "pdfleet_tpot_forecast_seconds", "slo_class", WANTED),
-                        (
-                            quantile(0.5, "pdfleet_time_per_output_token_seconds", "slo_class", WANTED)[0],
-                            "{{slo_class}} actual",
-                        ),
-                    ],
-                    "s",
-                ),
+                _forecast("Time to first token", "ttft", "time_to_first_token"),
+                _forecast("Time per output token", "tpot", "time_per_output_token"),
                 Lines(
                     "How far off, p90",
                     [
