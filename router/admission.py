@@ -93,6 +93,10 @@ class _Entry:
         return None if tpot_ms is None else (self.priority, tpot_ms)
 
 
+_SURPRISE = 8
+"""As many new ones one counts that was to be in time and was not: more of them will not be."""
+
+
 @dataclass(slots=True)
 class _Backlog:
     """What one tenant has waiting in one level."""
@@ -104,22 +108,21 @@ class _Backlog:
     late: OrderedDict[int, _Entry] = field(default_factory=OrderedDict)
     count: int = 0
     cost: float = 0.0
-    added: int = 0
-    """Since it was last seen who has to yield."""
+    changed: int = 0
+    """How many came since it was last seen who has to yield."""
 
-    def settle(self, now: float, begins: float, rate: float) -> Iterator[_Entry]:
-        """Moves those that have become late; yields the sheddable ones of them, to be refused. Its turn comes
-        at `begins`, and then so many tokens a second."""
-        passed = False
+    def settle(self, now: float, begins: float, rate: float, level: _Level) -> Iterator[_Entry]:
+        """Moves those that have become late; yields the sheddable ones of them, to be refused. The turn of
+        its level comes at `begins`, and then so many tokens a second."""
         while self.timely and (self.timely[0][0] < now or not self.timely[0][2].queued):
             entry = heapq.heappop(self.timely)[2]
             if entry.queued:
-                passed = True
+                self.changed += _SURPRISE
                 heapq.heappush(self.doubtful, (entry.lost_at, entry.order, entry))
-        # Looked at again once an eighth is new, so that one of many costs no more than one of few.
-        if self.timely and (passed or self.added * 8 > len(self.timely)):
-            self.added = 0
-            self._yield(begins, rate)
+        # Looked at again once an eighth has changed, so that one of many costs no more than one of few.
+        if self.timely and self.changed * 8 > len(self.timely):
+            self.changed = 0
+            self._yield(begins, rate, len(level.backlogs), level.cost - self.cost)
         while self.doubtful and (self.doubtful[0][0] < now or not self.doubtful[0][2].queued):
             entry = heapq.heappop(self.doubtful)[2]
             if entry.queued:
@@ -127,26 +130,24 @@ class _Backlog:
                 if entry.terms.objectives.sheddable:
                     yield entry
 
-    def _yield(self, begins: float, rate: float) -> None:
+    def _yield(self, begins: float, rate: float, tenants: int, others: float) -> None:
         """Where not all can be in time, those that take most become the doubtful ones, so that as many as can
         are: whenever one would be late, the costliest of all up to it steps back (Moore, "An n job, one
         machine sequencing algorithm", 1968)."""
         kept: list[tuple[float, int, _Entry]] = []
-        yielding = False
-        at = begins
+        own = 0.0
+        """Tokens of those kept. With each the other tenants get as much, but no more than they wait for."""
         for latest, order, entry in sorted(self.timely):
             if not entry.queued:
                 continue
             heapq.heappush(kept, (-entry.cost, order, entry))
-            if at > latest:
-                yielding = True
+            if begins + min(own * tenants, own + others) / rate > latest:
                 dearest = heapq.heappop(kept)[2]
                 heapq.heappush(self.doubtful, (dearest.lost_at, dearest.order, dearest))
-                at -= dearest.cost / rate
-            at += entry.cost / rate
-        if yielding:
-            self.timely = [(entry.latest_start, entry.order, entry) for _, _, entry in kept]
-            heapq.heapify(self.timely)
+                own -= dearest.cost
+            own += entry.cost
+        self.timely = [(entry.latest_start, entry.order, entry) for _, _, entry in kept]
+        heapq.heapify(self.timely)
 
     def first(self) -> tuple[int, _Entry]:
         """Who it is; 0: it can be in time, 1: perhaps, 2: it would be late."""
@@ -173,7 +174,7 @@ class _Level:
     def add(self, entry: _Entry) -> None:
         backlog = self.backlogs.setdefault(entry.terms.tenant, _Backlog())
         heapq.heappush(backlog.timely, (entry.latest_start, entry.order, entry))
-        backlog.added += 1
+        backlog.changed += 1
         self.oldest[entry.order] = entry
         for held in (self, backlog):
             held.count += 1
@@ -257,9 +258,8 @@ class _Lane:
         late: list[_Entry] = []
         rate, begins = self.rate, now
         for _, level in self.waiting():
-            share = rate / len(level.backlogs)
             for backlog in level.backlogs.values():
-                late += backlog.settle(now, begins, share)
+                late += backlog.settle(now, begins, rate, level)
             begins += level.cost / rate
         return late
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -143,6 +145,41 @@ def test_where_all_can_be_in_time_nobody_steps_back() -> None:
     for number in range(4):
         desk.arrive(terms(replace(HIGH, ttft_ms=3000)), id=f"short{number}")
     assert desk.drain()[0] == "long"
+
+
+def test_other_tenants_take_no_more_of_the_time_than_they_wait_for() -> None:
+    """Of each there is one short request: they do not make it one of twenty-one for as long as this tenant
+    has requests, and all of its own can be in time."""
+    desk = Desk()
+    for number in range(20):
+        desk.arrive(
+            terms(replace(HIGH, ttft_ms=9000), f"t{number}"), replace(FULL, tokens=100), id=f"t{number}"
+        )
+    desk.arrive(terms(replace(HIGH, ttft_ms=2000)), replace(FULL, tokens=4000), id="long")
+    for number in range(4):
+        desk.arrive(terms(replace(HIGH, ttft_ms=3000)), id=f"short{number}")
+    order = [id for id in desk.drain() if not id.startswith("t")]
+    assert order == ["long", "short0", "short1", "short2", "short3"]
+
+
+def test_those_that_become_late_one_by_one_do_not_have_all_looked_at_each_time() -> None:
+    desk, count = Desk(), 1000
+    for number in range(count):
+        desk.arrive(terms(replace(HIGH, ttft_ms=1000 + 2 * number)), replace(FULL, tokens=10, rate=1e9))
+    moved = 0
+
+    def watch(frame: object, event: str, function: object) -> None:
+        nonlocal moved
+        moved += event == "c_call" and function is heapq.heappush
+
+    sys.setprofile(watch)
+    try:
+        for _ in range(2 * count):
+            desk.now += 0.001
+            desk.admission.expired(desk.now)
+    finally:
+        sys.setprofile(None)
+    assert count <= moved <= 100 * count
 
 
 def test_tenants_get_their_shares_whoever_asks_for_more() -> None:
