@@ -153,8 +153,8 @@ class _Run:
         self.begun = True
         account.begin(self.now())
         try:
-            if self.stopped is not None:
-                raise _Stopped
+            if self.known.verdict is not None:
+                raise self.known.verdict
             self.flow.admission.enter(self.request, account.timeline.start)
             leg = await self.turn.first_leg()
             while True:
@@ -223,11 +223,9 @@ class _Run:
         if self.over or self.stopped is not None:
             return
         self.stopped = reason
-        self._interrupt(_Stopped())
+        self._interrupt(because or _Stopped())
         if because is not None:
-            self._close(
-                HandoffState.FAILED, f"another answer of the request failed: {because.message}", because
-            )
+            self._close(HandoffState.FAILED, f"the request failed: {because.message}", because)
         elif reason is CancelReason.STOP_STRING:
             self._close(HandoffState.DONE, f"stopped: {reason}", FinishReason.STOP)
         else:

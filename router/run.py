@@ -63,8 +63,8 @@ class Run(Protocol):
     async def stop(self, reason: CancelReason, because: FleetError | None = None) -> None:
         """End it now, wherever it is, on both legs; idempotent, also after its end. Always called last.
 
-        `because`: how another answer of the same HTTP request failed, which this one then counts as too: no
-        client gave it up."""
+        `because`: how its HTTP request failed, be it by another answer. This one counts as failed by it, too,
+        and raises it: no client gave it up."""
         ...
 
 

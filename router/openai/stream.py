@@ -143,6 +143,10 @@ async def follow(choice: Choice, show: Show, flush: Flush, now: Callable[[], flo
     except BadConstraint as error:
         # The worker knows no body.
         raise BadConstraint(error.message, param=choice.constrained_by) from error
+    except FleetError as error:
+        # Where it is found here that the answer is none, the run does not know yet.
+        await run.stop(CancelReason.CLIENT, error)
+        raise
     finally:
         # Left in the middle, a generator would clean up whenever it is collected.
         if isinstance(events, AsyncGenerator):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 from http_front import listening
 from whole_fleet import MODEL, Box
 
@@ -113,11 +114,14 @@ def test_any_id_that_a_client_is_shown_finds_the_whole_story(tokenizer_json: str
     play(tokenizer_json, body)
 
 
+@pytest.mark.parametrize("room", [1, 3])
 def test_one_answer_of_several_that_fails_takes_the_others_with_it_and_no_client_is_blamed(
-    tokenizer_json: str,
+    tokenizer_json: str, room: int
 ) -> None:
+    """Those that began before it, and those that begin after it."""
+
     async def main() -> None:
-        narrow = RouterSettings(flow=FlowSettings(max_requests=3))
+        narrow = RouterSettings(flow=FlowSettings(max_requests=room))
         async with asyncio.timeout(60), site(tokenizer_json, router=narrow) as made:
             answer = await made.ask(n=4)
             assert answer.status_code == 429, answer.text
@@ -126,7 +130,8 @@ def test_one_answer_of_several_that_fails_takes_the_others_with_it_and_no_client
             assert {record["outcome"]["why"] for record in records} == {"rejected"}
             counters = made.box.router.flow.counters
             assert (counters["cancelled"], counters["failed_Overloaded"]) == (0, len(records))
-            assert (await made.ask(n=3)).status_code == 200, "nothing of it is left"
+            assert len(records) == 4
+            assert (await made.ask(n=room)).status_code == 200, "nothing of it is left"
 
     asyncio.run(main())
 

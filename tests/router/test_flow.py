@@ -25,9 +25,12 @@ from fleet.ids import WorkerId
 from fleet.member import Role
 from fleet.request import FinishReason, Sampling
 from fleet.stages import Stage, Timeline
+from router.openai.stream import Choice, follow_all
 from router.record import HandoffRecord, HandoffState, Transition
 from router.run import RunEnd, RunToken
 from router.settings import FlowSettings
+from router.text.answer import Answer as Writing
+from router.text.detokenize import Vocabulary
 
 
 def test_prefill_then_decode_with_the_ticket() -> None:
@@ -544,6 +547,31 @@ def test_a_defect_is_counted_as_a_failure_of_ours_and_leaves_nothing() -> None:
         (record,) = flow.records.ended
         assert record.outcome is not None
         assert (record.outcome["end"], record.outcome["attained"]) == ("failed", False)
+
+    in_fleet(body)
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_an_answer_that_the_ingress_finds_to_be_none_was_not_given_up_by_its_client(whose: str) -> None:
+    """A worker that leaves out what was asked for, of one answer; the other one goes down with it."""
+
+    async def body(fleet: Fleet) -> None:
+        flow = fleet.router.flow
+
+        def choice(id: str, logprobs: int) -> Choice:
+            asked = request(id, sampling=Sampling(max_tokens=8, logprobs=logprobs))
+            run = flow.start(asked, Timeline(asyncio.get_running_loop().time()))
+            return Choice(0, 0, True, asked, Writing(Vocabulary(())), run=run)
+
+        async def flush() -> None:
+            pass
+
+        choices = [choice("r1", 0)] + [choice("r2", -1)] * (whose == "another's")
+        with pytest.raises(Internal, match="log-probabilities"):
+            await follow_all(choices, lambda *shown: None, flush, asyncio.get_running_loop().time)
+        await fleet.settle()
+        fleet.check_idle()
+        assert (flow.counters["cancelled"], flow.counters["failed_Internal"]) == (0, len(choices))
 
     in_fleet(body)
 
