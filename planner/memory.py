@@ -90,7 +90,29 @@ def _in(told: object) -> object:
     if one is PlannerSettings:
         own: dict[str, Any] = {name: _in(value) for name, value in values.items()}
         return PlannerSettings(**own)
+    if values.keys() != _SHAPES.get(kind, values.keys()):
+        raise KeyError(f"a {kind} of another version of the planner")
     made: object = object.__new__(one)
     for name, value in values.items():
         setattr(made, name, _in(value))
     return made
+
+
+def _shapes(told: object) -> dict[str, set[str]]:
+    """The names of each kind of object in what `_out` tells."""
+    found: dict[str, set[str]] = {}
+    match told:
+        case [str(kind), dict(values)]:
+            found[kind] = set(values)
+            parts = list(values.values())
+        case list(parts):
+            pass
+        case _:
+            return found
+    for part in parts:
+        found |= _shapes(part)
+    return found
+
+
+_SHAPES = _shapes(remembered(State(PlannerSettings())))
+"""What another version has learnt lacks what this one goes by, and must not be found out in the midst."""

@@ -7,6 +7,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -77,6 +78,19 @@ def test_what_was_learnt_comes_back_from_its_json(story: list[Observation]) -> N
     again = recalled(msgspec.json.decode(msgspec.json.encode(remembered(state))))
     for tick, seen in enumerate(story, len(story)):
         assert decide(seen, again, 3.3 * tick) == decide(seen, state, 3.3 * tick)
+
+
+@pytest.mark.parametrize("change", ["lacks", "has more"])
+def test_what_another_version_learnt_is_refused_with_its_line(change: str) -> None:
+    memory: Any = remembered(State(SETTINGS))
+    learnt = memory[1]["load"][1]["arrivals"][1]
+    if change == "lacks":
+        del learnt["_rises"]
+    else:
+        learnt["_falls"] = 0.0
+    story = [encode_line(Line(0.0, SETTINGS, memory=memory))]
+    with pytest.raises(ValueError, match="line 1: what was learnt cannot be read"):
+        list(replay(story))
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
