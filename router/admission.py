@@ -120,9 +120,9 @@ class _Backlog:
                 self.changed += _SURPRISE
                 heapq.heappush(self.doubtful, (entry.lost_at, entry.order, entry))
         # Looked at again once an eighth has changed, so that one of many costs no more than one of few.
-        if self.timely and self.changed * 8 > len(self.timely):
+        if self.changed * 8 > len(self.timely) + len(self.doubtful):
             self.changed = 0
-            self._yield(begins, rate, len(level.backlogs), level.cost - self.cost)
+            self._yield(now, begins, rate, level)
         while self.doubtful and (self.doubtful[0][0] < now or not self.doubtful[0][2].queued):
             entry = heapq.heappop(self.doubtful)[2]
             if entry.queued:
@@ -130,24 +130,31 @@ class _Backlog:
                 if entry.terms.objectives.sheddable:
                     yield entry
 
-    def _yield(self, begins: float, rate: float, tenants: int, others: float) -> None:
+    def _yield(self, now: float, begins: float, rate: float, level: _Level) -> None:
         """Where not all can be in time, those that take most become the doubtful ones, so that as many as can
         are: whenever one would be late, the costliest of all up to it steps back (Moore, "An n job, one
-        machine sequencing algorithm", 1968)."""
+        machine sequencing algorithm", 1968). Those that stepped back before are no exception: what was
+        before them may have gone away."""
+        tenants, others = len(level.backlogs), level.cost - self.cost
         kept: list[tuple[float, int, _Entry]] = []
+        doubtful: list[_Entry] = []
         own = 0.0
         """Tokens of those kept. With each the other tenants get as much, but no more than they wait for."""
-        for latest, order, entry in sorted(self.timely):
-            if not entry.queued:
+        waiting = [entry for *_, entry in self.timely + self.doubtful if entry.queued]
+        for entry in sorted(waiting, key=lambda entry: (entry.latest_start, entry.order)):
+            if entry.latest_start < now:
+                doubtful.append(entry)
                 continue
-            heapq.heappush(kept, (-entry.cost, order, entry))
-            if begins + min(own * tenants, own + others) / rate > latest:
+            heapq.heappush(kept, (-entry.cost, entry.order, entry))
+            if begins + min(own * tenants, own + others) / rate > entry.latest_start:
                 dearest = heapq.heappop(kept)[2]
-                heapq.heappush(self.doubtful, (dearest.lost_at, dearest.order, dearest))
+                doubtful.append(dearest)
                 own -= dearest.cost
             own += entry.cost
-        self.timely = [(entry.latest_start, entry.order, entry) for _, _, entry in kept]
+        self.timely = [(entry.latest_start, entry.order, entry) for *_, entry in kept]
+        self.doubtful = [(entry.lost_at, entry.order, entry) for entry in doubtful]
         heapq.heapify(self.timely)
+        heapq.heapify(self.doubtful)
 
     def first(self) -> tuple[int, _Entry]:
         """Who it is; 0: it can be in time, 1: perhaps, 2: it would be late."""
