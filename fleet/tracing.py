@@ -66,8 +66,10 @@ class Tracer:
         if exporter is None:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=settings.endpoint))
+            self._exporter: SpanExporter = OTLPSpanExporter(endpoint=settings.endpoint)
+            processor = BatchSpanProcessor(self._exporter)
         else:
+            self._exporter = exporter
             processor = SimpleSpanProcessor(exporter)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pdfleet")
@@ -91,6 +93,8 @@ class Tracer:
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
         sending.join(limit_s)
+        if sending.is_alive():
+            self._exporter.shutdown()  # It tries no more: nothing of it is left behind.
 
 
 class Trace:

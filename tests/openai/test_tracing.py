@@ -252,13 +252,19 @@ def test_spans_reach_a_collector() -> None:
     assert child.end_time_unix_nano - child.start_time_unix_nano == 500_000_000
 
 
-def test_a_collector_that_does_not_answer_keeps_nobody_from_leaving() -> None:
+def test_a_collector_that_does_not_answer_keeps_nobody_from_leaving(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = threading.enumerate()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = Tracer(TraceSettings(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", ratio=1.0))
         tracer.begin("POST /v1/x", [], 1.0).end({})
         began = time.monotonic()
         tracer.close(limit_s=0.1)
         assert time.monotonic() - began < 9, "it waited for the exporter's own limit, 10 s"
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join()
+    assert "retrying" not in caplog.text, "once it is closed nothing of it is left behind"
 
 
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
