@@ -36,6 +36,7 @@ SLOW = Measured(prompt_base_s=0.05, per_prompt_token_s=1e-3, decode_base_s=0.03,
 PROMPT, ANSWER = Amount.parse("lognormal:800,0.6@50..4000"), Amount.parse("lognormal:80,0.6@5..400")
 COLD_START_S = 60.0
 MOST_FIXED = 16
+"""Workers, of a case that is not played `--times` as large."""
 PLANNER = PlannerSettings(budget=24, cold_start_s=COLD_START_S)
 
 
@@ -60,37 +61,43 @@ def _asked(
     return takewhile(lambda one: one.at_s < seconds, found)
 
 
-def _shift(minutes: float, seed: int) -> Iterator[Conversation]:
+def _shift(minutes: float, times: int, seed: int) -> Iterator[Conversation]:
     """Long prompts and short answers, then the opposite."""
     half = minutes * 30
     prompts, answers = (Amount.parse("2500"), Amount.parse("25")), (Amount.parse("300"), Amount.parse("350"))
-    yield from _asked([(0.0, 1.2)], half, seed, *prompts)
-    for one in _asked([(0.0, 1.2)], half, seed + 1, *answers):
+    yield from _asked([(0.0, 1.2 * times)], half, seed, *prompts)
+    for one in _asked([(0.0, 1.2 * times)], half, seed + 1, *answers):
         yield replace(one, at_s=one.at_s + half)
 
 
-def _points(minutes: float) -> dict[str, list[tuple[float, float]]]:
+def _points(minutes: float, times: int) -> dict[str, list[tuple[float, float]]]:
     """Requests a second, from when to when; a day in so many minutes has one part in six of the most at
     night."""
     seconds = minutes * 60
     third = seconds / 3
-    return {
+    found = {
         "steady": [(0.0, 1.5)],
         "ramp": [(0.0, 0.5), (third, 0.5), (2 * third, 2.5)],
         "burst": [(0.0, 0.7), (third, 0.7), (third + 5, 2.0), (2 * third, 2.0), (2 * third + 5, 0.7)],
         "day": [(seconds * step / 24, 1.4 - 1.0 * math.cos(2 * math.pi * step / 24)) for step in range(25)],
     }
+    return {name: [(at_s, rate * times) for at_s, rate in points] for name, points in found.items()}
 
 
-def cases(minutes: float, seed: int) -> dict[str, Case]:
+def cases(minutes: float, seed: int, times: int = 1) -> dict[str, Case]:
+    """`times` as many requests, and workers to begin with."""
     fleets = {"steady": ((3, 2), (2, 2)), "ramp": ((1, 1), (3, 2)), "burst": ((2, 1), (3, 2))}
     fleets["day"] = ((1, 1), (3, 2))
-    points = _points(minutes)
-    found = {
-        name: Case(partial(_asked, points[name], minutes * 60, seed), *fleet)
-        for name, fleet in fleets.items()
-    }
-    return found | {"shift": Case(partial(_shift, minutes, seed), (5, 1), (5, 4))}
+    fleets["shift"] = ((5, 1), (5, 4))
+    points = _points(minutes, times)
+    found: dict[str, Case] = {}
+    for name, (begin, enough) in fleets.items():
+        asked = partial(_shift, minutes, times, seed)
+        if name in points:
+            asked = partial(_asked, points[name], minutes * 60, seed)
+        many = [(prefill * times, decode * times) for prefill, decode in (begin, enough)]
+        found[name] = Case(asked, *many)
+    return found
 
 
 def setup(prefill: int, decode: int, scaling: Scaling | None = None) -> Setup:
@@ -143,14 +150,14 @@ def play(name: str, how: str, made: Setup, asked: Iterator[Conversation], **told
     return found
 
 
-def best_fixed(name: str, case: Case, make: Make) -> dict[str, Any]:
+def best_fixed(name: str, case: Case, make: Make, most_fixed: int) -> dict[str, Any]:
     """The smallest fixed fleet that attains, among neighbours; the one that attains most where none does."""
     prefill, decode = case.enough
     best = play(name, "fixed", make(prefill, decode, None), case.arrivals())
     most = best | {"fleet": [prefill, decode]}
     shrinking = (best["attainment"] or 0) >= TARGET
     while (best["attainment"] or 0) < TARGET:
-        if prefill + decode >= MOST_FIXED:
+        if prefill + decode >= most_fixed:
             return most
         missed = best["missed_by"] or {}
         slow = missed.get("tpot", 0) > missed.get("ttft", 0)
@@ -176,34 +183,43 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="two minutes of one case: numbers mean little")
     parser.add_argument("--case", action="append", help="steady, ramp, burst, day, shift")
     parser.add_argument("--minutes", type=float, default=30.0, help="of each case, of the fleet's time")
+    parser.add_argument("--times", type=int, default=1, help="as many requests, and workers to begin with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the cases that are drawn")
     parser.add_argument("--without", action="store_true", help="also without role changes and so on")
     parser.add_argument("--no-fixed", action="store_true", help="no fleets of fixed size")
     parser.add_argument("--trace", help="of requests, played from its beginning")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace")
     parser.add_argument("--workers", choices=("roofline", "slow"), default="roofline", help="for the trace")
-    parser.add_argument("--begin", type=int, nargs=2, default=[1, 1], help="workers, for the trace")
-    parser.add_argument("--enough", type=int, nargs=2, default=[6, 6], help="workers, for the trace")
+    parser.add_argument("--begin", type=int, nargs=2, help="workers; of a trace 1 1, if not told")
+    parser.add_argument(
+        "--enough", type=int, nargs=2, help="workers of the first fixed fleet; of a trace 6 6"
+    )
     options = parser.parse_args(argv)
     minutes = 2.0 if options.quick else options.minutes
     chosen: list[tuple[str, Case, Make]]
     if options.trace:
         shape = Shape(speed=options.speed, duration_s=minutes * 60)
-        begin, enough = tuple(options.begin), tuple(options.enough)
-        case = Case(lambda: shape.of(trace(trace_lines(options.trace), 0)), begin, enough)
+        case = Case(lambda: shape.of(trace(trace_lines(options.trace), 0)), (1, 1), (6, 6))
         chosen = [("trace", case, setup if options.workers == "slow" else traced)]
     else:
         names = options.case or (["steady"] if options.quick else list(cases(minutes, 1)))
         chosen = [
-            (f"{name}/{seed}", cases(minutes, seed)[name], setup) for name in names for seed in options.seeds
+            (f"{name}/{seed}", cases(minutes, seed, options.times)[name], setup)
+            for name in names
+            for seed in options.seeds
         ]
-    for name, case, make in chosen:
-        kinds = {"planner": PLANNER}
+    for name, found, make in chosen:
+        begin, enough = options.begin or found.begin, options.enough or found.enough
+        case = replace(found, begin=tuple(begin), enough=tuple(enough))
+        planner = replace(PLANNER, budget=PLANNER.budget * options.times)
+        kinds = {"planner": planner}
         if options.without:
-            kinds["without role changes"] = replace(PLANNER, turns=False)
-            kinds["without forecasts"] = replace(PLANNER, forecast=False)
-            kinds["without trials"] = replace(PLANNER, trials=False)
-        fixed = None if options.no_fixed or options.quick else best_fixed(name, case, make)
+            kinds["without role changes"] = replace(planner, turns=False)
+            kinds["without forecasts"] = replace(planner, forecast=False)
+            kinds["without trials"] = replace(planner, trials=False)
+        fixed = None
+        if not options.no_fixed and not options.quick:
+            fixed = best_fixed(name, case, make, MOST_FIXED * options.times)
         for how, settings in kinds.items():
             scaling = Scaling(settings, None, COLD_START_S)
             ratio: dict[str, object] = {}
