@@ -649,6 +649,7 @@ class Scheduler:
         if not self.pool.caching:
             return
         size, names, flying = self._block_size, sequence.names, sequence.in_flight
+        swapped = False
         for position in range(sequence.registered, sequence.computed // size):
             parent = names[position - 1] if position else b""
             if position == len(names):
@@ -661,8 +662,10 @@ class Scheduler:
             block = self.pool.register(sequence.blocks[position], names[position], parent)
             if block != sequence.blocks[position]:
                 sequence.blocks[position] = block
-                sequence.blocks_changed()
+                swapped = True
             sequence.registered = position + 1
+        if swapped:
+            sequence.blocks_changed()
 
     def _end_quarantine(self, given_up: _GivenUp, valid: int) -> None:
         """Of the sequence's full blocks the first `valid` hold what their names say: the next one finds them,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from types import FrameType
 
 import msgspec
 import pytest
@@ -670,6 +672,28 @@ def test_what_came_twice_is_kept_once() -> None:
         steps.scheduler.filled(id, 15)
     assert len(steps.scheduler.pool.cached()) == 3
     steps.until_idle()
+
+
+def test_of_a_long_prompt_that_came_twice_the_block_table_is_made_once() -> None:
+    """And not anew for each of its blocks, each time as long as all of them."""
+    steps = make(blocks=2100)
+    prompt = tuple(range(1000 * SIZE))
+    for id in "ab":
+        steps.scheduler.add(new(id, prompt, 5, generated=(1,), fill=True))
+    steps.scheduler.filled("a", len(prompt))
+    made = 0
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        nonlocal made
+        made += event == "call" and frame.f_code is Sequence.blocks_changed.__code__
+
+    sys.setprofile(watch)
+    try:
+        steps.scheduler.filled("b", len(prompt))
+    finally:
+        sys.setprofile(None)
+    steps.scheduler.validate()
+    assert made == 1
 
 
 def test_more_than_was_reserved_cannot_be_filled() -> None:
