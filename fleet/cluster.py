@@ -51,8 +51,9 @@ class ClusterError(FleetError):
 
     @property
     def refused(self) -> bool:
-        """The object is against a rule, a schema or a right: the same request will be refused again."""
-        return self.code in (400, 403, 422)
+        """The object is too large, or against a rule, a schema or a right: the same request will be refused
+        again."""
+        return self.code in (400, 403, 413, 422)
 
 
 @dataclass(frozen=True, slots=True)

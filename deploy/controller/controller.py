@@ -153,12 +153,10 @@ class Controller:
         observed = await self._observe(key, namespace, name, fleet)
         made = plan(observed, self._clock())
         refused = await self._carry_out(namespace, fleet, made)
-        before = self._refused.get(key, ())
         if refused:
             self._refused[key] = refused
-            if refused != before:
-                self.queue.add(key)  # So that it stands in the conditions.
-                return 0.0
+            # Again soon, so that it stands in the conditions, and then less and less often: its words may be
+            # others each time.
             raise Unavailable(f"refused: {'; '.join(refused)}")
         if self._refused.pop(key, None):
             self.queue.add(key)

@@ -460,6 +460,49 @@ def test_what_the_api_server_refuses_shows_and_holds_nothing_else_up() -> None:
     play(story)
 
 
+def test_a_refusal_in_other_words_each_time_is_heard_less_and_less_often() -> None:
+    """Such as of a webhook that breaks off: its port stands in the message."""
+
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        said: list[str] = []
+
+        def refuse(method: str, path: str, body: Object) -> None:
+            if path.endswith("/services/demo"):
+                # The clock of this test would stand still for a loop that asks all the time.
+                assert len(said) < 100
+                said.append(f"failed calling webhook: read 10.0.0.1:{40_000 + len(said)}: reset by peer")
+                raise ClusterError(500, "InternalError", said[-1])
+
+        s.store.hooks.append(refuse)
+        s.change(router={"port": 8080})
+        await s.until(lambda: s.condition("Degraded").get("reason") == "Refused")
+        await asyncio.sleep(1800)
+        assert len(said) < 50
+        s.store.hooks.clear()
+        await s.until(lambda: s.condition("Degraded")["status"] == "False")
+        assert s.store.one("services", "demo")["spec"]["ports"][0]["port"] == 8080
+
+    play(story)
+
+
+@pytest.mark.parametrize("code", [413, 422])
+def test_an_object_that_is_too_large_shows(code: int) -> None:
+    async def story(s: Scene) -> None:
+        def refuse(method: str, path: str, body: Object) -> None:
+            if path.endswith("/services/demo"):
+                raise ClusterError(code, "", "the object is too large")
+
+        s.store.hooks.append(refuse)
+        s.create()
+        await s.until(lambda: s.condition("Degraded").get("reason") == "Refused")
+        assert "too large" in s.condition("Degraded")["message"]
+        await s.until(lambda: s.ready("decode") == 2)
+
+    play(story)
+
+
 def test_watches_that_break_and_versions_that_are_too_old_lose_nothing() -> None:
     async def story(s: Scene) -> None:
         s.create()
