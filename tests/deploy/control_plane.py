@@ -317,6 +317,12 @@ class Site:
                 *(sys.executable, "-m", "deploy.controller", *flags), stdout=log, stderr=log
             )
 
+    async def revive(self) -> None:
+        """As a node does: a controller that ended, as it could not renew its lease, is started again."""
+        for name, process in list(self.controllers.items()):
+            if process.returncode is not None:
+                await self.start_controller(name)
+
     async def get(self, resource: Resource, name: str, namespace: str = "default") -> Object:
         return await self.api.ask("GET", resource.path(namespace, name))
 
