@@ -17,9 +17,8 @@ from fleet.goodput import Figures, Percentiles, Rolling
 from fleet.ids import RequestId
 from fleet.member import MemberState
 from fleet.objectives import Objectives
-from fleet.stages import Stage
 from fleet.targets import LastDecision, Mode
-from router.record import HandoffRecord, HandoffState
+from router.record import HandoffRecord
 from router.roster import LinkState, Standing
 
 if TYPE_CHECKING:
@@ -291,17 +290,8 @@ def _set(objectives: Objectives) -> dict[str, float]:
 
 
 def _places(running: Iterable[HandoffRecord]) -> FlowLook:
-    count = Counter(_place(record) for record in running)
+    count = Counter(record.place for record in running)
     return FlowLook(*(count[place] for place in ("waiting", "prefilling", "moving", "decoding")))
-
-
-def _place(record: HandoffRecord) -> str:
-    stages = record.stages
-    if Stage.FIRST_TOKEN not in stages:
-        return "prefilling" if Stage.PREFILL_SENT in stages else "waiting"
-    handed = record.state in (HandoffState.READY, HandoffState.PULLING)
-    here = Stage.SECOND_TOKEN in stages or Stage.PULL_ENDED in stages
-    return "moving" if handed and not here else "decoding"
 
 
 def _totals(counted: Mapping[str, int], workers: Iterable[Standing]) -> dict[str, int]:
@@ -315,15 +305,11 @@ def _totals(counted: Mapping[str, int], workers: Iterable[Standing]) -> dict[str
 
 def _slowest(flow: Flow, now: float) -> list[HandoffRecord]:
     late = (r for r in flow.records.newest() if not r.ended or r.accepted + r.seconds >= now - SLOW_S)
-    return heapq.nlargest(SLOW, late, key=lambda record: (_missed(record), _seconds(record, now)))
+    return heapq.nlargest(SLOW, late, key=lambda record: (_missed(record), record.took(now)))
 
 
 def _missed(record: HandoffRecord) -> bool:
     return record.outcome is not None and record.outcome["attained"] is False
-
-
-def _seconds(record: HandoffRecord, now: float) -> float:
-    return record.seconds if record.ended else now - record.accepted
 
 
 def _request(record: HandoffRecord, now: float, shown: Mapping[RequestId, str]) -> RequestLook:
@@ -332,8 +318,8 @@ def _request(record: HandoffRecord, now: float, shown: Mapping[RequestId, str]) 
         slo_class=record.slo_class,
         model=record.model,
         prompt_tokens=record.prompt_tokens,
-        state=record.state.value if record.ended else _place(record),
-        seconds=round(_seconds(record, now), 4),
+        state=record.place,
+        seconds=round(record.took(now), 4),
         attained=None if record.outcome is None else record.outcome["attained"],
         why=record.outcome["why"] if record.outcome is not None and _missed(record) else None,
         stages={stage.value: round(at, 4) for stage, at in record.stages.items()},

@@ -93,6 +93,22 @@ class HandoffRecord:
         """From acceptance to its last transition: of one that has ended, all of it."""
         return self.transitions[-1].at if self.transitions else 0.0
 
+    def took(self, now: float) -> float:
+        """From acceptance to its end, or until now."""
+        return self.seconds if self.ended else now - self.accepted
+
+    @property
+    def place(self) -> str:
+        """How it ended, or where it is: waiting, prefilling, moving or decoding. A worker that computed the
+        prompt itself goes on without another transition."""
+        if self.ended:
+            return self.state.value
+        if Stage.FIRST_TOKEN not in self.stages:
+            return "prefilling" if Stage.PREFILL_SENT in self.stages else "waiting"
+        handed = self.state in (HandoffState.READY, HandoffState.PULLING)
+        here = Stage.SECOND_TOKEN in self.stages or Stage.PULL_ENDED in self.stages
+        return "moving" if handed and not here else "decoding"
+
     def move(
         self,
         state: HandoffState,
@@ -109,30 +125,30 @@ class HandoffRecord:
         if self.moved is not None:
             self.moved(self, step)
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self, now: float) -> dict[str, Any]:
         return {
             "request": self.request,
             "model": self.model,
             "prompt_tokens": self.prompt_tokens,
             "class": self.slo_class,
             "tenant": self.tenant,
-            "state": self.state.value,
-            "seconds": round(self.seconds, 6),
+            "state": self.place,
+            "seconds": round(self.took(now), 6),
         }
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, now: float) -> dict[str, Any]:
         return {
-            **self._head(),
+            **self._head(now),
             "stages": {stage.value: round(at, 6) for stage, at in self.stages.items()},
             "admission": self.admission,
             "outcome": self.outcome,
             "transitions": [step.as_dict() for step in self.transitions],
         }
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, now: float) -> dict[str, Any]:
         """One line of a list."""
         return {
-            **self._head(),
+            **self._head(now),
             "ttft_s": None if (at := self.stages.get(Stage.FIRST_TOKEN)) is None else round(at, 6),
             "attained": None if self.outcome is None else self.outcome["attained"],
             "workers": list(dict.fromkeys(step.worker for step in self.transitions if step.worker)),

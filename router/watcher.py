@@ -134,7 +134,7 @@ class Router:
     def explain(self, request: RequestId) -> dict[str, Any] | None:
         """The hand-off record of a request; None: not known, or too long ago."""
         record = self.flow.records.get(request)
-        return record.as_dict() if record is not None else None
+        return record.as_dict(asyncio.get_running_loop().time()) if record is not None else None
 
     # -- registry
 

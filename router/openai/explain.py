@@ -74,20 +74,20 @@ class Explained:
             )
         return found
 
-    def describe(self, record: HandoffRecord) -> dict[str, Any]:
-        return {"id": self.shown.get(record.request, record.request), **record.as_dict()}
+    def describe(self, record: HandoffRecord, now: float) -> dict[str, Any]:
+        return {"id": self.shown.get(record.request, record.request), **record.as_dict(now)}
 
     def recent(
-        self, caller: Caller, limit: int, wanted: Callable[[HandoffRecord], bool], slow: float
+        self, caller: Caller, limit: int, wanted: Callable[[HandoffRecord], bool], slow: float, now: float
     ) -> list[dict[str, Any]]:
-        """The newest; of slow ones the slowest."""
+        """The newest; of slow ones, those that run included, the slowest."""
         found = (record for record in self.records.newest() if caller.sees(record.tenant) and wanted(record))
         if slow:
-            chosen = sorted((r for r in found if r.seconds >= slow), key=lambda r: -r.seconds)[:limit]
+            chosen = sorted((r for r in found if r.took(now) >= slow), key=lambda r: -r.took(now))[:limit]
         else:
             chosen = [record for record, _ in zip(found, range(limit), strict=False)]
         return [
-            {"id": self.shown.get(record.request, record.request), **record.summary()} for record in chosen
+            {"id": self.shown.get(record.request, record.request), **record.summary(now)} for record in chosen
         ]
 
     def news(self, record: HandoffRecord, step: Transition | None) -> dict[str, Any]:
@@ -156,6 +156,11 @@ class Explained:
             self.records.followers.remove(take)
 
 
+def _now() -> float:
+    """On the clock of records."""
+    return asyncio.get_running_loop().time()
+
+
 def _event(said: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(said) + b"\n\n"
 
@@ -187,14 +192,17 @@ def add_routes(app: FastAPI, ingress: Ingress) -> None:
         slo_class: Annotated[str, Query(alias="class", max_length=256)] = "",
     ) -> dict[str, Any]:
         """Requests of late, the newest first; with slow, the slowest first."""
-        listed = explained.recent(asking(request), limit, _of(model, slo_class), slow)
+        listed = explained.recent(asking(request), limit, _of(model, slo_class), slow, _now())
         return {"router": explained.router, "requests": listed}
 
     @app.get("/fleet/requests/{id}")
     async def one(request: Request, id: str) -> dict[str, Any]:
         """Where a request went and why: by the id in its x-request-id header, or that of its answer."""
         found = explained.find(id, asking(request))
-        return {"router": explained.router, "requests": [explained.describe(record) for record in found]}
+        return {
+            "router": explained.router,
+            "requests": [explained.describe(record, _now()) for record in found],
+        }
 
     def stream(
         caller: Caller, wanted: Callable[[HandoffRecord], bool], of: list[HandoffRecord], seconds: float

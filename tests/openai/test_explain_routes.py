@@ -223,6 +223,9 @@ def test_a_request_is_followed_from_its_beginning_to_its_end(tokenizer_json: str
         while (await site.get("/fleet/requests/long")).status_code == 404:
             await asyncio.sleep(0.005)
         assert not asking.done()
+        while not (slow := (await site.get("/fleet/requests", slow=0.05)).json()["requests"]):
+            await asyncio.sleep(0.005)
+        assert [row["id"] for row in slow] == ["long"], "what runs is slow, too"
         live = [event async for event in site.news("/fleet/requests/long/events")]
         assert asking.done() or (await asking).status_code == 200
         after = [event async for event in site.news("/fleet/requests/long/events")]
@@ -337,5 +340,5 @@ def test_ids_are_forgotten_with_their_records_and_one_that_is_used_again_keeps_t
         explained.began("same" if number % 2 else f"id{number}", (record.request,))
     assert [record.request for record in explained.find("same", caller)][-1] == "r39"
     assert len(explained.find("same", caller)) == 16
-    assert explained.describe(explained.find("id38", caller)[0])["id"] == "id38"
-    assert explained.describe(explained.find("r0", caller)[0])["id"] == "r0", "its own name is left"
+    assert explained.describe(explained.find("id38", caller)[0], 0.0)["id"] == "id38"
+    assert explained.describe(explained.find("r0", caller)[0], 0.0)["id"] == "r0", "its own name is left"

@@ -7,6 +7,7 @@ from scripted_worker import request
 
 from fleet.errors import Overloaded
 from fleet.ids import RequestId, WorkerId
+from fleet.stages import Stage
 from router.admission import Admission
 from router.record import HandoffRecord, HandoffState, Records
 from router.settings import FlowSettings
@@ -24,13 +25,26 @@ def test_a_record_tells_each_step_with_its_reason_and_time() -> None:
     made.move(HandoffState.PULLING, 11.25, "idle", WorkerId("d1"))
     made.move(HandoffState.DONE, 12.0, "finished: stop")
     assert made.ended
-    assert made.as_dict()["state"] == "done"
-    assert made.as_dict()["transitions"][1] == {
+    assert made.as_dict(12.0)["state"] == "done"
+    assert made.as_dict(12.0)["transitions"][1] == {
         "state": "prefilling",
         "at_s": 0.5,
         "why": "10 queued tokens",
         "worker": "p1",
     }
+
+
+def test_one_that_runs_tells_where_it_is_and_for_how_long_whatever_its_last_transition_was() -> None:
+    made = record()
+    assert (made.place, made.took(10.25)) == ("waiting", 0.25)
+    made.move(HandoffState.RESERVED, 10.0, "taken on")
+    made.move(HandoffState.PREFILLING, 10.5, "computed where it is decoded", WorkerId("d1"))
+    made.stages = {Stage.PREFILL_SENT: 0.5}
+    assert (made.place, made.summary(13.0)["seconds"]) == ("prefilling", 3.0)
+    made.stages = {Stage.PREFILL_SENT: 0.5, Stage.FIRST_TOKEN: 1.0}
+    assert (made.summary(40.0)["state"], made.as_dict(40.0)["seconds"]) == ("decoding", 30.0)
+    made.move(HandoffState.DONE, 50.0, "finished: stop")
+    assert (made.place, made.took(99.0)) == ("done", 40.0)
 
 
 def test_a_record_ends_once_and_steps_that_make_no_sense_are_errors() -> None:
