@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploy.controller.pods import Trouble, condition, trouble
+from deploy.controller.pods import OVERDUE_S, Trouble, condition, seconds, trouble
 from deploy.controller.render import DEPLOYMENTS, GROUPS, MONITORS, ROLES
 from deploy.controller.resource import Condition, FleetSpec, FleetStatus, PoolCount
 from deploy.controller.rollout import Step
@@ -134,6 +134,12 @@ def _troubles(observed: Observed, scene: Scene, now: float) -> dict[Trouble, lis
         failure = condition(live, "ReplicaFailure") if kind == DEPLOYMENTS.kind else {}
         if failure.get("status") == "True":
             found.setdefault(Trouble("PodsRefused", str(failure.get("message", ""))), []).append(name)
+    for (kind, name), live in sorted(scene.leaving.items()):
+        meta = live["metadata"]
+        if now > seconds(meta["deletionTimestamp"]) + OVERDUE_S:
+            held = ", ".join(meta.get("finalizers", []))
+            said = f"was deleted and cannot be made again before its finalizers are taken away: {held}"
+            found.setdefault(Trouble("StuckTerminating", said), []).append(f"{kind} {name}")
     return found
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from deploy.controller.drift import differs
+from deploy.controller.drift import as_made, differs
 from deploy.controller.figures import Figures
 from deploy.controller.looks import Looks
 from deploy.controller.mirror import Mirror
@@ -81,6 +81,7 @@ class Controller:
         self.queue = WorkQueue()
         self.figures = Figures()
         self._refused: dict[str, tuple[str, ...]] = {}
+        self._altered: dict[str, dict[tuple[str, str], Object]] = {}
         namespace = settings.namespace
         self._fleets = Mirror(api, FLEETS, namespace, self._fleet_changed, labelled=False)
         self._pods = Mirror(api, PODS, namespace, self._owned_changed, labelled=True)
@@ -149,6 +150,7 @@ class Controller:
         if fleet is None:
             self.queue.forget(key)
             self._refused.pop(key, None)
+            self._altered.pop(key, None)
             return 0.0
         observed = await self._observe(key, namespace, name, fleet)
         made = plan(observed, self._clock())
@@ -168,6 +170,7 @@ class Controller:
             owned=tuple(one for mirror in self._owned.values() for one in mirror.of(namespace, name)),
             pods=tuple(self._pods.of(namespace, name)),
             absent=frozenset(kind for kind, mirror in self._owned.items() if mirror.absent),
+            altered=self._altered.get(key, {}),
             refused=self._refused.get(key, ()),
         )
         now = self._clock()
@@ -239,6 +242,14 @@ class Controller:
                     body = {key: value for key, value in wanted.items() if key not in _NAMED}
                     written = await self._api.ask("PATCH", path, OURS, body, MERGE)
                 mirror.wrote(written)
+                if found := differs(wanted, written):
+                    # A webhook or a policy makes something else of it, and would do so each time.
+                    kind, called = wanted["kind"], wanted["metadata"]["name"]
+                    self._altered.setdefault(f"{namespace}/{name}", {})[kind, called] = as_made(
+                        wanted, written
+                    )
+                    said = f"the cluster makes something else of {kind} {called}, which stays so: {found}"
+                    await self._say(namespace, fleet, Say("Altered", said))
             case Resize(resource, set_name, count):
                 resized: Object = {"spec": {"replicas": count}}
                 path = resource.path(namespace, set_name)

@@ -69,6 +69,13 @@ def differs(wanted: Any, live: Any, path: str = "") -> str | None:
     return f"{path}: {_short(live)} ≠ {_short(wanted)}"
 
 
+def as_made(wanted: Any, live: Any) -> Any:
+    """`wanted`, with what the cluster made of it in each place: what is to be looked for from then on."""
+    if isinstance(wanted, dict) and isinstance(live, dict):
+        return {key: as_made(value, live.get(key)) for key, value in wanted.items()}
+    return live
+
+
 def _short(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -82,7 +82,10 @@ class _Draft:
         if live is None:
             self.actions.append(Apply(wanted, why or f"there is no {kind} {name}"))
             return
-        found = differs(wanted, live)
+        made = scene.altered.get((kind, name))
+        if made is None or (made["metadata"].get("annotations") or {}).get(APPLIED) != digest:
+            made = wanted
+        found = differs(made, live)
         if found is None:
             return
         drift = live["metadata"].get("annotations", {}).get(APPLIED) == digest
@@ -175,6 +178,12 @@ def plan(observed: Observed, now: float) -> Plan:
         target,
         now,
     )
+    draft.actions = [
+        one
+        for one in draft.actions
+        if not isinstance(one, Apply)
+        or (one.object["kind"], one.object["metadata"]["name"]) not in scene.leaving
+    ]
     status = FleetStatus(
         observed_generation=int(fleet["metadata"].get("generation", 0)),
         revision=settled,

@@ -74,15 +74,21 @@ def condition(thing: Object, type: str) -> Object:
 def workers(
     pods: Iterable[Object], now: float, warnings: Mapping[str, Sequence[str]] | None = None
 ) -> list[Worker]:
-    """In the order of their names. Routers, and followers of groups, are left out. `warnings`: by pod, what
-    its node says."""
+    """In the order of their names. Routers, followers of groups, and what no set keeps are left out.
+    `warnings`: by pod, what its node says."""
     found = []
     for pod in pods:
         meta = pod["metadata"]
         own: Mapping[str, str] = meta.get("labels", {})
-        if REVISION_LABEL in own and own.get(LEADER, "0") == "0":
+        if REVISION_LABEL in own and own.get(LEADER, "0") == "0" and kept(pod):
             found.append(worker(pod, now, (warnings or {}).get(meta["name"], ())))
     return sorted(found, key=lambda one: one.pod)
+
+
+def kept(pod: Object) -> bool:
+    """Whether a set has it. One that was made by hand, or was taken out of its set by another label to be
+    looked into, stays as long as its maker wants, and no count waits for it."""
+    return any(one.get("controller") for one in pod["metadata"].get("ownerReferences", []))
 
 
 def worker(pod: Object, now: float, said: Sequence[str] = ()) -> Worker:

@@ -28,6 +28,10 @@ class Scene:
 
     by_name: Mapping[tuple[str, str], Object]
     """(kind, name) → object."""
+    leaving: Mapping[tuple[str, str], Object]
+    """Those that were deleted and are still there, by finalizers: none can be made in their place yet."""
+    altered: Mapping[tuple[str, str], Object]
+    """As in `Observed`."""
     workers: list[Worker]
     sets: Mapping[tuple[str, str], Object]
     """(role, revision) → its Deployment or LeaderWorkerSet."""
@@ -36,10 +40,11 @@ class Scene:
 
     @classmethod
     def of(cls, observed: Observed, now: float) -> Scene:
-        by_name, sets, records = {}, {}, {}
+        by_name, leaving, sets, records = {}, {}, {}, {}
         for one in observed.owned:
             meta = one["metadata"]
             if "deletionTimestamp" in meta:
+                leaving[one["kind"], meta["name"]] = one
                 continue
             by_name[one["kind"], meta["name"]] = one
             own = meta.get("labels", {})
@@ -49,7 +54,8 @@ class Scene:
                     sets[own[ROLE_LABEL], own[REVISION_LABEL]] = one
             elif one["kind"] == REVISIONS.kind and REVISION_LABEL in own:
                 records[own[REVISION_LABEL]] = one
-        return cls(by_name, workers(observed.pods, now, observed.warnings), sets, records)
+        there = workers(observed.pods, now, observed.warnings)
+        return cls(by_name, leaving, observed.altered, there, sets, records)
 
     def count(self, role: str, revision: str) -> int:
         found = self.sets.get((role, revision))

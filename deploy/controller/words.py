@@ -43,6 +43,8 @@ class Observed:
     """By the revision of the workers that served, several with `+`. None: not known."""
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By pod, what its node says of volumes, of pods that have not started."""
+    altered: Mapping[tuple[str, str], Object] = field(default_factory=dict)
+    """(kind, name) → what the cluster made of what was applied, where it makes something else of it."""
     refused: tuple[str, ...] = ()
     """What the API server said to the last plan's writes."""
 

@@ -19,6 +19,7 @@ from deploy.controller.render import (
     DEPLOYMENTS,
     FLEET_LABEL,
     OWNED,
+    PODS,
     RENDERING,
     REVISION_LABEL,
     REVISIONS,
@@ -26,7 +27,7 @@ from deploy.controller.render import (
     Renderer,
 )
 from deploy.controller.words import Observed
-from fleet.cluster import FLEETS, JSON, MERGE, ClusterError, Object
+from fleet.cluster import FLEETS, JSON, MERGE, POOLS, ClusterError, Object, Resource
 from fleet.member import desired_key
 from fleet.registry.memory import MemoryHub
 from fleet.targets import MOST_BUDGET, Desired, Mode, parse_desired
@@ -304,6 +305,112 @@ def test_one_router_without_a_place_holds_no_workers_up() -> None:
         await s.until(lambda: s.fleet()["status"]["revision"] == new, 600)
         assert s.condition("RolledBack")["status"] == "False"
         await s.until(lambda: s.condition("Degraded")["reason"] == "Unschedulable")
+
+    play(story)
+
+
+def test_what_a_policy_of_the_cluster_changes_stays_so_and_the_rest_is_kept() -> None:
+    """A webhook names a mirror of the registry, or a managed cluster adds tolerations: whoever would set that
+    back would write for ever."""
+
+    async def story(s: Scene) -> None:
+        def mirrored(method: str, path: str, body: Object) -> None:
+            template = body.get("spec", {}).get("template")
+            if template and "/deployments/" in path:
+                (container,) = template["spec"]["containers"]
+                container["image"] = f"mirror.example/{container['image'].rpartition('/')[2]}"
+                container["securityContext"] = {"privileged": False}
+                template["spec"]["tolerations"] = [{"key": "any", "operator": "Exists"}]
+
+        s.store.hooks.append(mirrored)
+        s.create(decode={"replicas": 2})
+        await s.settle()
+        await quiet(s)
+        (said,) = [one for one in s.store.all("events") if "demo-router" in one["message"]]
+        assert said["reason"] == "Altered"
+        assert "mirror.example" in said["message"]
+        s.scale("demo-decode", 3)
+        await s.until(lambda: s.ready("decode") == 3)
+        s.change(image="pdfleet:2")
+        await s.until(lambda: not s.settled())
+        await s.settle()
+        images = {pod["spec"]["containers"][0]["image"] for pod in s.pods("decode") + s.pods("router")}
+        assert images == {"mirror.example/pdfleet:2"}
+        # What else somebody changes there is set back as anywhere.
+        path = DEPLOYMENTS.path("default", "demo-router")
+        s.store.handle("PATCH", path, {}, {"spec": {"replicas": 4}}, MERGE)
+        await s.until(lambda: s.store.one("deployments", "demo-router")["spec"]["replicas"] == 1)
+        await s.settle()
+        await quiet(s)
+
+    play(story)
+
+
+async def quiet(s: Scene) -> None:
+    await asyncio.sleep(120)
+    before, asked = len(s.store.writes), 0
+
+    def count(method: str, path: str, body: Object) -> None:
+        nonlocal asked
+        asked += 1
+
+    s.store.hooks.append(count)
+    await asyncio.sleep(600)
+    s.store.hooks.remove(count)
+    assert (s.store.writes[before:], asked) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("resource", "name"), [(POOLS, "demo-decode"), (DEPLOYMENTS, "demo-router"), (SERVICES, "demo")]
+)
+def test_what_was_deleted_and_is_held_by_a_finalizer_is_told_and_made_again_when_it_has_gone(
+    resource: Resource, name: str
+) -> None:
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        path, before = resource.path("default", name), s.store.one(resource.plural, name)
+        assert before is not None
+        held = {"metadata": {"finalizers": ["example.com/held"]}}
+        s.store.handle("PATCH", path, {}, held, MERGE)
+        s.store.handle("DELETE", path, {}, None, "")
+        await s.until(lambda: s.condition("Degraded")["reason"] == "StuckTerminating", 200)
+        assert f"{resource.kind} {name}: StuckTerminating" in s.condition("Degraded")["message"]
+        assert "example.com/held" in s.condition("Degraded")["message"]
+        await quiet(s)
+        s.change(prefill={"replicas": 2})
+        await s.until(lambda: s.ready("prefill") == 2)
+        s.store.handle("PATCH", path, {}, {"metadata": {"finalizers": None}}, MERGE)
+        await s.until(lambda: s.condition("Degraded")["status"] == "False")
+        after = s.store.one(resource.plural, name)
+        assert after is not None
+        assert after["metadata"]["uid"] != before["metadata"]["uid"]
+        await s.settle()
+
+    play(story)
+
+
+def test_a_pod_that_no_set_has_holds_nothing_up() -> None:
+    """Made by hand with a worker's labels, or taken out of its set by a label, to be looked into."""
+
+    async def story(s: Scene) -> None:
+        s.create(rollout={"maxSurgePercent": 0, "maxUnavailablePercent": 25, "progressDeadlineSeconds": 60})
+        await s.settle()
+        first = s.fleet()["status"]["revision"]
+        of_set = s.pods("decode")[0]
+        alone = {
+            "metadata": {"name": "mine", "labels": copy.deepcopy(of_set["metadata"]["labels"])},
+            "spec": copy.deepcopy(of_set["spec"]),
+        }
+        alone["metadata"]["labels"].pop("pod-template-hash", None)
+        s.behaviours = lambda pod: Behaviour(float("inf") if pod["metadata"]["name"] == "mine" else 1.0)
+        s.store.handle("POST", PODS.path("default"), {}, alone, JSON)
+        await s.settle()
+        s.change(image="pdfleet:2")
+        await s.until(lambda: s.fleet()["status"]["revision"] != first, 600)
+        await s.settle()
+        assert s.condition("RolledBack")["status"] == "False"
+        assert s.store.one("pods", "mine") is not None
 
     play(story)
 
