@@ -11,7 +11,7 @@ import click
 
 from fleet.cluster import FLEETS, MERGE, Api, ClusterError, KubernetesApi, Object
 from fleet.errors import BadRequest, NotFound, Unavailable
-from fleetctl.options import Target
+from fleetctl.options import Target, going_on
 
 LOOK_S = 0.5
 
@@ -78,20 +78,21 @@ async def _scale(
         raise Unavailable(error.message) from None
     old, new = _counts(before), _counts(after)
     changes = [f"{role} {old[role]} → {new[role]}" for role in old if old[role] != new[role]]
-    mode = after["spec"].get("planner", {}).get("mode", "off")
-    if mode != before["spec"].get("planner", {}).get("mode", "off"):
-        changes.append({"off": "the planner decides no more", "advise": "the planner advises",
-                        "act": "the planner decides from now on"}[mode])  # fmt: skip
-    said = ", ".join(changes) or "nothing new"
+    was, mode = (one["spec"].get("planner", {}).get("mode", "off") for one in (before, after))
+    if mode != was:
+        changes.append(f"planner {was} → {mode}")
+    said = f"set {', '.join(changes)}" if changes else "nothing to change"
     fields: dict[str, Any] = {
         "fleet": f"{namespace}/{name}", "before": old, "desired": new, "mode": mode, "dry_run": dry_run,
     }  # fmt: skip
     if dry_run:
-        target.say(f"would set {said}", **fields)
+        target.say(f"would {said}" if changes else said, **fields)
         return
-    if wait and wish.counts is not None:
-        await _settled(target, api, path, int(after["metadata"]["generation"]), limit_s)
-    target.say(f"{'scaled' if wait else 'set'} {said}", **fields, settled=wait and wish.counts is not None)
+    settled = wait and wish.counts is not None
+    if settled:
+        with going_on(f"{said}, and that stays"):
+            await _settled(target, api, path, int(after["metadata"]["generation"]), limit_s)
+    target.say(f"{said}; done" if settled else said, **fields, settled=settled)
 
 
 def _counts(fleet: Object) -> dict[str, int]:

@@ -6,9 +6,11 @@ prints one JSON object, also for an error: `{"error": {"type": â€¦, "message": â
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,6 +99,15 @@ def fleet_options(etcd: bool = True) -> Callable[[Callable[..., Any]], Callable[
         return functools.reduce(lambda inner, option: option(inner), reversed(options), run)
 
     return decorate
+
+
+@contextlib.contextmanager
+def going_on(what: str) -> Iterator[None]:
+    """Around waiting for what goes on without whoever waits: says so where that is interrupted."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise Unavailable(f"interrupted: {what}; `fleetctl status` shows how far it is") from None
 
 
 def fail(error: FleetError, as_json: bool) -> NoReturn:

@@ -49,11 +49,15 @@ async def wait_view(
     return None
 
 
+def no_answer(etcd: str) -> Unavailable:
+    return Unavailable(f"etcd at {etcd} does not answer; is the fleet up, and --etcd right?")
+
+
 async def read_view(registry: Registry, fleet: str, etcd: str, limit_s: float = 5.0) -> View:
     """All keys of the fleet now. Raises `Unavailable` when etcd does not answer."""
     view = await wait_view(registry, fleet, lambda view: True, limit_s)
     if view is None:
-        raise Unavailable(f"etcd at {etcd} does not answer; is the fleet up, and --etcd right?")
+        raise no_answer(etcd)
     return view
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
-from fleetctl.options import Target, complete_workers, fleet_options
+from fleetctl.options import Target, complete_workers, fleet_options, going_on
 from fleetctl.words import WORKERS, FleetPicture, Phase
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _LIMIT = click.option(
     help="Seconds after which requests that still run there are moved to other workers.",
 )
 
+_DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 _FORCE = click.option("--force", is_flag=True, help="Also where no decode worker would be left.")
 
 
@@ -94,18 +96,19 @@ async def wait_ended(target: Target, name: str, limit_s: float) -> None:
 @click.argument("worker", metavar="ID", shell_complete=complete_workers)
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker has left.")
+@_DRY_RUN
 @_FORCE
 @_LIMIT
-def drain(target: Target, worker: str, wait: bool, force: bool, limit: float) -> None:
+def drain(target: Target, worker: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
     """Let worker ID finish its requests, take no new ones, and leave.
 
     The wanted counts stay: a supervisor starts another in its place at once. To have one worker
     less, use `scale`, which drains the least loaded.
     """
-    asyncio.run(_drain(target, worker, wait, force, limit))
+    asyncio.run(_drain(target, worker, wait, dry_run, force, limit))
 
 
-async def _drain(target: Target, worker: str, wait: bool, force: bool, limit: float) -> None:
+async def _drain(target: Target, worker: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
     etcd = target.etcd()
     from fleetctl.connect import connected
     from fleetctl.picture import cards_in, read_view
@@ -115,13 +118,21 @@ async def _drain(target: Target, worker: str, wait: bool, force: bool, limit: fl
         card = _known(target, cards, worker)
         if not force:
             _not_the_last(cards, card)
+        if dry_run:
+            running = await _running(wire, card)
+            target.say(f"would drain {worker}, after the {running} requests there",
+                       id=worker, state=str(card.state), dry_run=True)  # fmt: skip
+            return
         state = str(await wire.drain(card.address, limit, 5.0))
         if wait:
-            # A card vanishes when its worker leaves; the margin is for a worker that dies over it.
-            await _wait_gone(registry, target.fleet, worker, card.incarnation, limit + 30.0)
-            await wait_ended(target, worker, 30.0)
+            with going_on(f"{worker} drains all the same"):
+                async with _telling_what_runs(target, wire, card):
+                    # A card vanishes when its worker leaves; the margin is for one that dies over it.
+                    await _wait_gone(registry, target.fleet, worker, card.incarnation, limit + 30.0)
+                await wait_ended(target, worker, 30.0)
             state = "left"
-        target.say(f"{worker} {'has left' if wait else f'is {state}'}", id=worker, state=state)
+        said = f"{worker} {'has left' if wait else f'is {state}'}"
+        target.say(said, id=worker, state=state, dry_run=False)
 
 
 def _known(target: Target, cards: dict[str, WorkerCard], worker: str) -> WorkerCard:
@@ -157,7 +168,7 @@ async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: s
 @click.argument("to", metavar="prefill|decode", type=click.Choice([str(kind) for kind in WORKERS]))
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker serves in its new role.")
-@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
+@_DRY_RUN
 @_FORCE
 @_LIMIT
 def role(target: Target, worker: str, to: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
@@ -187,9 +198,9 @@ async def _role(
         if to == "prefill" and not force:
             _not_the_last(cards, card)
         if dry_run:
-            load = await wire.status(card.address, 5.0)
+            running = await _running(wire, card)
             target.say(
-                f"would make {worker} a {to} worker, after the {load.running + load.waiting} requests there",
+                f"would make {worker} a {to} worker, after the {running} requests there",
                 **fields, state=str(card.state), changed=False,
             )  # fmt: skip
             return
@@ -197,7 +208,8 @@ async def _role(
         said = f"{worker} is a {to} worker" if state == "ready" else f"{worker} drains, then is a {to} worker"
         if wait:
             # The margin is for the last step, and for a worker that dies over it.
-            await _wait_role(target, registry, wire, card, to, limit + 30.0)
+            with going_on(f"{said} all the same"):
+                await _wait_role(target, registry, wire, card, to, limit + 30.0)
             state, said = "ready", f"{worker} is a {to} worker"
         target.say(said, **fields, state=state, changed=True)
 
@@ -224,11 +236,8 @@ async def _wait_role(
         return outcome != ""
 
     until = asyncio.get_running_loop().time() + limit_s
-    telling = asyncio.create_task(_tell_what_runs(target, wire, card))
-    try:
+    async with _telling_what_runs(target, wire, card):
         await wait_view(registry, target.fleet, over, limit_s)
-    finally:
-        telling.cancel()
     if outcome != "done":
         raise Unavailable(
             f"{card.id} is no {to} worker: {outcome or f'not within {limit_s:g} s'}; "
@@ -241,6 +250,20 @@ async def _wait_role(
         if asyncio.get_running_loop().time() > until:
             raise Unavailable(f"{card.id} is a {to} worker, and its supervisor does not count it as one")
         await asyncio.sleep(0.05)
+
+
+async def _running(wire: Wire, card: WorkerCard) -> int:
+    load = await wire.status(card.address, 5.0)
+    return load.running + load.waiting
+
+
+@contextlib.asynccontextmanager
+async def _telling_what_runs(target: Target, wire: Wire, card: WorkerCard) -> AsyncIterator[None]:
+    telling = asyncio.create_task(_tell_what_runs(target, wire, card))
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 async def _tell_what_runs(target: Target, wire: Wire, card: WorkerCard) -> None:

@@ -12,7 +12,7 @@ import click
 
 from fleet.errors import BadRequest, Unavailable
 from fleet.targets import MOST_BUDGET, Desired, Mode
-from fleetctl.options import Target, fleet_options
+from fleetctl.options import Target, fleet_options, going_on
 from fleetctl.reconcile import victims
 from fleetctl.words import WORKERS, Child, FleetPicture, FleetState, Kind, Phase
 
@@ -24,6 +24,7 @@ AUTO = "auto"
 _TRIES = 5
 """How often a change is tried again where somebody else changes the same at the same moment."""
 
+_AS_IT_IS = "nothing to change"
 _NOBODY = "nobody supervises this fleet here: its own controller is to act on it"
 
 
@@ -98,16 +99,22 @@ async def _scale(
     limit: float,
 ) -> None:
     etcd, state = target.etcd(), target.state()
+    from msgspec import to_builtins
+
     from fleetctl.connect import connected
-    from fleetctl.picture import take_picture
+    from fleetctl.picture import no_answer, take_picture
 
     async with connected(etcd, own=target.given_etcd is None) as (registry, wire):
-        _, old = await _wanted(registry, target.fleet)
+        try:
+            _, old = await _wanted(registry, target.fleet)
+        except Unavailable:
+            raise no_answer(etcd) from None
         new = _changed(old, counts, budget, advise)
         before = await take_picture(registry, wire, target.fleet, etcd, state)
         if not dry_run:
             old, new = await _write(registry, target.fleet, counts, budget, advise)
         said = _said(old, new)
+        decision = before.decision
         fields: dict[str, Any] = {
             "fleet": target.fleet,
             "before": {str(kind): old.of(kind) if old else 0 for kind in WORKERS},
@@ -119,25 +126,29 @@ async def _scale(
         if dry_run:
             leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
             lines = [
-                f"would set {said}" if counts is not None else f"then {said}",
+                f"would set {said}" if said else _AS_IT_IS,
                 *(f"would drain {name}: {why}" for name, why in leaving),
             ]
-            if counts is None and before.decision is not None:
-                last = before.decision
+            if counts is None and decision is not None:
                 lines.append(
-                    f"the planner's last decision was prefill={last.prefill} decode={last.decode}: {last.why}"
+                    "the planner's last decision was "
+                    f"prefill={decision.prefill} decode={decision.decode}: {decision.why}"
                 )
+            fields["decision"] = to_builtins(decision) if counts is None else None
             target.say("\n".join(lines), **fields, drain=[name for name, _ in leaving])
             return
-        decided_at = before.decision.at if before.decision is not None else 0.0
-        if wait and counts is None:
-            decision = await _wait_decided(registry, target.fleet, new.mode, decided_at, limit)
-            said += f"; it wants prefill={decision.prefill} decode={decision.decode}: {decision.why}"
-        elif wait and counts is not None:
-            await _wait_settled(target, registry, new, counts, limit)
-        note = "" if state else f"; {_NOBODY}"
-        verb = "scaled" if wait else "set"
-        target.say(f"{said}{note}" if counts is None else f"{verb} {said}{note}", **fields, settled=wait)
+        said = f"set {said}" if said else _AS_IT_IS
+        if wait:
+            with going_on(f"{said}, and that stays"):
+                if counts is None:
+                    seen = decision.at if decision is not None else 0.0
+                    decision = await _wait_decided(registry, target.fleet, new.mode, seen, limit)
+                    said += f"; it wants prefill={decision.prefill} decode={decision.decode}: {decision.why}"
+                else:
+                    await _wait_settled(target, registry, new, counts, limit)
+                    said += "; done"
+        fields["decision"] = to_builtins(decision) if wait and counts is None else None
+        target.say(said if state else f"{said}; {_NOBODY}", **fields, settled=wait)
 
 
 def _changed(old: Desired | None, counts: dict[str, int] | None, budget: int | None, advise: bool) -> Desired:
@@ -180,23 +191,21 @@ async def _write(
 
 
 def _said(old: Desired | None, new: Desired) -> str:
+    """What is another than before; empty: nothing."""
     changes = [
         f"{kind} {old.of(kind) if old else 0} → {new.of(kind)}"
         for kind in WORKERS
         if new.of(kind) != (old.of(kind) if old else 0)
     ]
     was = Mode.OFF if old is None else old.mode
-    if new.mode is not was or new.mode is not Mode.OFF:
-        budget = f", of at most {new.budget} workers" if new.budget is not None else ""
-        told = {
-            Mode.OFF: "the planner decides no more",
-            Mode.ADVISE: f"the planner advises{budget}",
-            Mode.ACT: f"the planner decides from now on{budget}",
-        }
-        changes.append(told[new.mode])
-    hand = new.mode is Mode.OFF and not new.decode
-    idle = "; without a decode worker every request is refused with 503" if hand else ""
-    return (", ".join(changes) or "nothing new") + idle
+    if new.mode is not was:
+        changes.append(f"planner {was} → {new.mode}")
+    if new.mode is not Mode.OFF and new.budget != (old.budget if old else None):
+        changes.append(f"budget {new.budget}")
+    said = ", ".join(changes)
+    if said and new.mode is Mode.OFF and not new.decode:
+        said += "; without a decode worker every request is refused with 503"
+    return said
 
 
 def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:

@@ -375,6 +375,36 @@ def test_who_waits_for_counts_hears_that_others_want_others(start: Callable[...,
     assert fleet.end() == 0
 
 
+def test_who_stops_waiting_hears_what_stays_wanted(start: Callable[..., Fleet]) -> None:
+    fleet = start(decode=2)
+    fleet.line("fleet +ready")
+    for name in fleet.pids("decode"):
+        (fleet.control / f"{name}.busy").touch()
+    asked = fleet.run("drain", next(iter(fleet.pids("decode"))), "--dry-run")
+    assert (asked["dry_run"], asked["state"]) == (True, "ready")
+    command = [
+        sys.executable,
+        "-m",
+        "fleetctl",
+        "scale",
+        "decode=1",
+        "--wait",
+        "--state-dir",
+        str(fleet.folder.path),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        assert "decode" in waiting.stderr.readline(), "it says how far it is"
+        waiting.send_signal(signal.SIGINT)
+        said = waiting.stderr.read()
+        assert waiting.wait(FAILS_AFTER_S) == 1
+    assert "interrupted: set decode 2 → 1, and that stays; `fleetctl status` shows" in said
+    for busy in fleet.control.glob("*.busy"):
+        busy.unlink()
+    assert fleet.run("scale", "decode=1", "--wait")["before"] == {"prefill": 1, "decode": 1}
+    assert fleet.end() == 0
+
+
 def test_of_changes_at_the_same_time_each_says_what_it_changed(start: Callable[..., Fleet]) -> None:
     fleet = start(prefill=1, decode=1)
     fleet.line("fleet +ready")
@@ -465,9 +495,11 @@ def test_a_decision_is_a_new_one_whatever_the_clock_says(start: Callable[..., Fl
         await registry.close()
 
     asyncio.run(write())
-    assert fleet.run("scale", "auto", "--wait", "--limit", "60")["mode"] == "act"
+    said = fleet.run("scale", "auto", "--wait", "--limit", "60")
+    assert said["mode"] == "act"
     decided = fleet.run("status")["planner"]["decision"]
-    assert (decided["prefill"], decided["decode"]) == (1, 1)
+    for decision in (said["decision"], decided):
+        assert (decision["prefill"], decision["decode"]) == (1, 1)
     assert fleet.end() == 0
 
 
@@ -507,6 +539,7 @@ def test_a_paused_etcd_costs_no_worker_and_status_still_answers(start: Callable[
         os.kill(before["etcd"], signal.SIGCONT)
     assert status["etcd"]["state"] == "silent"
     assert refused["type"] == "Unavailable"
+    assert f"etcd at {fleet.state().etcd} does not answer; is the fleet up" in refused["message"]
     assert {row["id"] for row in status["workers"]} == {*fleet.pids("prefill"), *fleet.pids("decode")}
     assert fleet.run("scale", "decode=1", "--wait")["settled"]
     assert fleet.pids() == before
