@@ -94,6 +94,7 @@ def judge(
         conditions.add("Progressing", True, reason, f"{step.why}; {numbers}{blind}")
     troubles = _troubles(observed, scene, now)
     missing = [kind for kind in sorted(observed.absent) if _needs(spec, kind)]
+    causes: list[tuple[str, str]] = []
     if troubles:
         kinds = sorted({one.kind for one in troubles})
         said = "; ".join(
@@ -102,14 +103,15 @@ def judge(
         )
         more = f"; and {len(troubles) - 5} other troubles" if len(troubles) > 5 else ""
         reason = kinds[0] if len(kinds) == 1 else "SeveralTroubles"
-        conditions.add("Degraded", True, reason, said + more)
-    elif observed.refused:
-        conditions.add("Degraded", True, "Refused", "; ".join(observed.refused))
-    elif missing:
-        conditions.add(
-            "Degraded", True, "KindMissing",
-            f"this cluster does not know {', '.join(missing)}: install it, or change spec",
-        )  # fmt: skip
+        causes.append((reason, said + more))
+    if observed.refused:
+        causes.append(("Refused", "; ".join(observed.refused)))
+    if missing:
+        causes.append(
+            ("KindMissing", f"this cluster does not know {', '.join(missing)}: install it, or change spec")
+        )
+    if causes:
+        conditions.add("Degraded", True, causes[0][0], "; ".join(said for _, said in causes))
     else:
         conditions.add("Degraded", False, "AsExpected", "")
     if failed:

@@ -106,8 +106,19 @@ _NAME_RULE = {
 }
 
 
-def schema(spec: type[Any], status: type[Any], *, named: bool) -> Object:
-    """Structural schema of an object with these two parts. `named`: its name makes names of others."""
+_GROUP_RULE = {
+    "rule": "self.metadata.name.size() <= 28 || self.spec.prefill.nodes + self.spec.decode.nodes == 2",
+    "message": "metadata.name must be of at most 28 characters where a pool has nodes above 1: names of "
+    "StatefulSets are made of it, which may have 52",
+}
+_HANDLE_RULE = {
+    "rule": "self.metadata.name == self.spec.fleet + '-' + self.spec.pool",
+    "message": "metadata.name must be FLEET-POOL: the controller makes these, and looks at no others",
+}
+
+
+def schema(spec: type[Any], status: type[Any], rules: list[Object]) -> Object:
+    """Structural schema of an object with these two parts, and rules of the whole."""
     (spec_ref, status_ref), components = msgspec.json.schema_components((spec, status), ref_template="{name}")
     found: Object = {
         "type": "object",
@@ -120,8 +131,7 @@ def schema(spec: type[Any], status: type[Any], *, named: bool) -> Object:
             "status": _structural(status_ref, components, defaults=False),
         },
     }
-    if named:
-        found["x-kubernetes-validations"] = [_NAME_RULE]
+    found["x-kubernetes-validations"] = rules
     return found
 
 
@@ -228,7 +238,7 @@ def definitions() -> list[Object]:
         _definition(
             FLEETS,
             ["ifl"],
-            schema(FleetSpec, FleetStatus, named=True),
+            schema(FleetSpec, FleetStatus, [_NAME_RULE, _GROUP_RULE]),
             [
                 ("Model", "string", ".spec.model.name"),
                 ("Prefill", "integer", ".spec.prefill.replicas"),
@@ -246,7 +256,7 @@ def definitions() -> list[Object]:
         _definition(
             POOLS,
             ["fpool"],
-            schema(FleetPoolSpec, FleetPoolStatus, named=False),
+            schema(FleetPoolSpec, FleetPoolStatus, [_HANDLE_RULE]),
             [
                 ("Fleet", "string", ".spec.fleet"),
                 ("Pool", "string", ".spec.pool"),

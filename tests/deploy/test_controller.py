@@ -438,6 +438,11 @@ def test_a_cluster_without_a_kind_says_so_and_the_rest_works() -> None:
             await s.until(lambda: s.ready("decode") == 2)
             await s.until(lambda: s.condition("Degraded").get("reason") == "KindMissing")
             assert "PodMonitor" in s.condition("Degraded")["message"]
+            # What is the matter with pods does not hide it.
+            s.behaviours = lambda pod: Behaviour(image="nowhere" not in pod["spec"]["containers"][0]["image"])
+            s.change(image="nowhere:1")
+            await s.until(lambda: s.condition("Degraded")["reason"] == "ImagePull")
+            assert "PodMonitor" in s.condition("Degraded")["message"]
 
     run(go(), horizon_s=HORIZON)
 

@@ -80,6 +80,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"planner": {"settings": {"decisions": "/x"}}}, "spec.planner.settings"),
     ({"name": "1-demo"}, "metadata.name"),
     ({"name": "d" * 41}, "metadata.name"),
+    ({"name": "d" * 29, "prefill": {"nodes": 2}}, "metadata.name"),
+    ({"name": "d" * 29, "decode": {"nodes": 2}}, "metadata.name"),
 ]
 
 
@@ -106,6 +108,16 @@ def test_pool_of_a_fleet_stays_its_pool() -> None:
             body: Object = {"spec": {"pool": "decode"}}
             with pytest.raises(ClusterError, match=r"spec\.pool"):
                 s.store.handle("PATCH", POOLS.path("default", "demo-prefill"), {}, body, MERGE)
+
+    run(go(), horizon_s=1e4)
+
+
+def test_a_handle_that_nobody_would_look_at_is_refused() -> None:
+    async def go() -> None:
+        async with scene() as s:
+            body: Object = {"metadata": {"name": "mine"}, "spec": {"fleet": "demo", "pool": "decode"}}
+            with pytest.raises(ClusterError, match="must be FLEET-POOL"):
+                s.store.handle("POST", POOLS.path("default"), {}, body, JSON)
 
     run(go(), horizon_s=1e4)
 

@@ -597,10 +597,15 @@ def test_names_of_which_no_others_can_be_made_are_refused(name: str) -> None:
     play(story)
 
 
-def test_the_longest_name_works() -> None:
+@pytest.mark.parametrize(("length", "nodes"), [(40, 1), (28, 2)])
+def test_the_longest_name_works(length: int, nodes: int) -> None:
     async def story(s: Scene) -> None:
-        s.create("a" * 40)
-        await s.settle("a" * 40)
+        name = "a" * length
+        s.create(name, decode={"replicas": 1, "nodes": nodes})
+        await s.settle(name)
+        for group in s.store.all("leaderworkersets"):
+            # Its StatefulSets, one for each of up to 10,000 groups, are labels of pods with ten digits more.
+            assert len(group["metadata"]["name"] + "-9999-0123456789") <= 63
 
     play(story)
 

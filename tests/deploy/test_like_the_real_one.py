@@ -34,6 +34,7 @@ pytestmark = pytest.mark.live
 
 KIND = {"apiVersion": FLEETS.api_version, "kind": "InferenceFleet"}
 CONFIGS = Resource("v1", "ConfigMap", "configmaps")
+HANDLE = "same-decode"
 _OWN = ("uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink", "deletionTimestamp")
 
 
@@ -61,14 +62,14 @@ def status(**parts: Any) -> Ask:
 
 def pool(replicas: int, **meta: Any) -> Ask:
     body = {
-        "apiVersion": POOLS.api_version, "kind": "FleetPool", "metadata": {"name": "same", **meta},
+        "apiVersion": POOLS.api_version, "kind": "FleetPool", "metadata": {"name": HANDLE, **meta},
         "spec": {"fleet": "same", "pool": "decode", "replicas": replicas},
     }  # fmt: skip
     return Ask("POST", POOLS.path("default"), body)
 
 
 def scale(body: Object) -> Ask:
-    return Ask("PATCH", POOLS.path("default", "same", "scale"), body, MERGE)
+    return Ask("PATCH", POOLS.path("default", HANDLE, "scale"), body, MERGE)
 
 
 def applied(manager: str, body: Object, **query: str) -> Ask:
@@ -148,21 +149,21 @@ STORIES: dict[str, list[Ask]] = {
         Ask("PATCH", FLEETS.path("default", "nobody", "status"), {}, MERGE),
     ],
     "scale": [
-        pool(2), scale({"spec": {"replicas": 3}}), Ask("GET", POOLS.path("default", "same", "scale")),
+        pool(2), scale({"spec": {"replicas": 3}}), Ask("GET", POOLS.path("default", HANDLE, "scale")),
         scale({"spec": {"replicas": -1}}), scale({"spec": {"replicas": 20_000}}),
         scale({"spec": {"replicas": 4}, "metadata": {"resourceVersion": "1"}}),
-        Ask("PATCH", POOLS.path("default", "same", "status"),
+        Ask("PATCH", POOLS.path("default", HANDLE, "status"),
             {"status": {"replicas": 4, "selector": "a=b"}}, MERGE),
-        Ask("GET", POOLS.path("default", "same", "scale")), Ask("GET", POOLS.path("default", "same")),
+        Ask("GET", POOLS.path("default", HANDLE, "scale")), Ask("GET", POOLS.path("default", HANDLE)),
         Ask("GET", FLEETS.path("default", "same", "scale")),
     ],
     "finalizers": [
-        pool(2, finalizers=["example.com/held"]), Ask("DELETE", POOLS.path("default", "same")),
-        Ask("GET", POOLS.path("default", "same")), Ask("DELETE", POOLS.path("default", "same")),
-        Ask("PATCH", POOLS.path("default", "same"), {"spec": {"replicas": 3}}, MERGE),
-        Ask("PATCH", POOLS.path("default", "same"), {"metadata": {"finalizers": ["example.com/b"]}}, MERGE),
-        Ask("PATCH", POOLS.path("default", "same"), {"metadata": {"finalizers": None}}, MERGE),
-        Ask("GET", POOLS.path("default", "same")),
+        pool(2, finalizers=["example.com/held"]), Ask("DELETE", POOLS.path("default", HANDLE)),
+        Ask("GET", POOLS.path("default", HANDLE)), Ask("DELETE", POOLS.path("default", HANDLE)),
+        Ask("PATCH", POOLS.path("default", HANDLE), {"spec": {"replicas": 3}}, MERGE),
+        Ask("PATCH", POOLS.path("default", HANDLE), {"metadata": {"finalizers": ["example.com/b"]}}, MERGE),
+        Ask("PATCH", POOLS.path("default", HANDLE), {"metadata": {"finalizers": None}}, MERGE),
+        Ask("GET", POOLS.path("default", HANDLE)),
     ],
     "managers of fields": [
         applied("one", {"data": {"a": "1", "b": "1"}}), applied("two", {"data": {"b": "2"}}),
@@ -211,7 +212,7 @@ def test_each_answer_is_that_of_a_real_one(plane: ControlPlane, story: str) -> N
             assert not unlike, "\n".join(unlike)
         finally:
             for resource in (FLEETS, POOLS, CONFIGS, SERVICES, ACCOUNTS):
-                for name in ("same", "upper"):
+                for name in ("same", "upper", HANDLE):
                     with contextlib.suppress(ClusterError):
                         await real.ask("DELETE", resource.path("default", name))
             await real.close()
