@@ -521,5 +521,5 @@ def _shown(value: object) -> str:
 
 
 def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else "; see --help"

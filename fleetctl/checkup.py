@@ -94,7 +94,7 @@ _CLOCK_S = 2.0
 
 def checks(facts: Facts) -> Iterator[Check]:
     etcd = "answers" if facts.etcd_answers else "is silent"
-    step = "" if facts.etcd_answers else "is it up, and --etcd right? `fleetctl logs etcd`"
+    step = "" if facts.etcd_answers else "is the fleet up (`fleetctl up`), and --etcd right?"
     yield Check("etcd", facts.etcd_answers, f"{facts.etcd} {etcd}", step)
     if facts.nats is None:
         yield Check("NATS", None, "its address is not known here", "set PDFLEET_CONTROL_NATS")

@@ -45,10 +45,11 @@ class Target:
         state = self.state()
         if state is not None:
             return state.etcd
+        named = "" if self.fleet == "default" else f" --fleet {self.fleet}"
         died = "its supervisor died; " if self.folder.read() is not None else ""
         raise Unavailable(
             f"fleet {self.fleet!r} is not up on this machine ({died}state folder {self.folder.path}); "
-            "start it with `fleetctl up`, or name the etcd of a fleet elsewhere with --etcd HOST:PORT"
+            f"start it with `fleetctl up{named}`, or name the etcd of a fleet elsewhere with --etcd HOST:PORT"
         )
 
     def say(self, text: str, **fields: Any) -> None:

@@ -82,7 +82,7 @@ def _planner(picture: FleetPicture) -> list[RenderableType]:
         return []
     head = Text.assemble(("planner ", "bold"), f"{desired.mode}s" if desired.mode is Mode.ADVISE else "acts")
     if desired.budget is not None:
-        head.append(f", at most {desired.budget} workers", "dim")
+        head.append(f", budget {desired.budget}", "dim")
     if last is None:
         return [head.append("  nothing decided yet", "yellow")]
     head.append(f"  prefill {last.prefill}, decode {last.decode}: ", "bold")

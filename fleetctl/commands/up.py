@@ -81,6 +81,8 @@ def up(
     """
     if budget is not None and not auto:
         raise click.UsageError("--budget goes with --auto")
+    if budget is not None and prefill + decode > budget:
+        raise click.UsageError(f"--prefill {prefill} and --decode {decode} are more than --budget {budget}")
     flags = _flags(sets)
     desired = Desired(prefill, decode, Mode.ACT if auto else Mode.OFF, budget)
     if target.folder.held():

@@ -211,6 +211,7 @@ def test_a_table_has_the_sections_of_its_default_and_those_that_are_named(tmp_pa
 @pytest.mark.parametrize(
     ("argv", "environ", "says"),
     [
+        (["--nope", "1"], {}, r"no setting --nope; see --help"),
         (["--places.home.sped", "1"], {}, r"no setting --places.home.sped; did you mean --places.home.speed"),
         (["--places.new.sped", "1"], {}, r"no setting --places.new.sped"),
         (["--places.home", "1"], {}, r"no setting --places.home"),

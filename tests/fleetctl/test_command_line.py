@@ -84,6 +84,7 @@ def test_down_of_no_fleet_is_done_already(tmp_path: Path) -> None:
         (["role", "prefill-a", "encode"], "encode"),
         (["up", "--decode", "0"], "decode"),
         (["up", "--port", "70000"], "port"),
+        (["up", "--auto", "--budget", "3", "--prefill", "2", "--decode", "2"], "more than --budget 3"),
         (["up", "--set", "engine.block-size"], "NAME=VALUE"),
         (["up", "--set", "etcd:x=1"], "KIND"),
         (["explode"], "explode"),
