@@ -143,9 +143,9 @@ async def follow(choice: Choice, show: Show, flush: Flush, now: Callable[[], flo
     except BadConstraint as error:
         # The worker knows no body.
         raise BadConstraint(error.message, param=choice.constrained_by) from error
-    except FleetError as error:
+    except Exception as error:
         # Where it is found here that the answer is none, the run does not know yet.
-        await run.stop(CancelReason.CLIENT, error)
+        await run.stop(CancelReason.CLIENT, _said(error))
         raise
     finally:
         # Left in the middle, a generator would clean up whenever it is collected.
@@ -186,10 +186,10 @@ async def follow_all(choices: Sequence[Choice], show: Show, flush: Flush, now: C
     async def one_of_several(choice: Choice) -> None:
         try:
             await follow(choice, show, flush, now)
-        except FleetError as error:
+        except Exception as error:
             for other in choices:
                 if other.run is not None:
-                    await other.run.stop(CancelReason.CLIENT, error)
+                    await other.run.stop(CancelReason.CLIENT, _said(error))
             raise
         await flush()
 
@@ -202,6 +202,11 @@ async def follow_all(choices: Sequence[Choice], show: Show, flush: Flush, now: C
         if unknown is not None or known is None:
             raise
         raise _first(known) from failures
+
+
+def _said(error: Exception) -> FleetError:
+    """What it is to those who count it: a defect is a failure of ours, and no client's wish."""
+    return error if isinstance(error, FleetError) else defect()
 
 
 def _first(group: BaseExceptionGroup[FleetError]) -> FleetError:

@@ -552,8 +552,12 @@ def test_a_defect_is_counted_as_a_failure_of_ours_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
-def test_an_answer_that_the_ingress_finds_to_be_none_was_not_given_up_by_its_client(whose: str) -> None:
-    """A worker that leaves out what was asked for, of one answer; the other one goes down with it."""
+@pytest.mark.parametrize("of", ["a worker", "ours"])
+def test_an_answer_that_the_ingress_finds_to_be_none_was_not_given_up_by_its_client(
+    of: str, whose: str
+) -> None:
+    """A worker that leaves out what was asked for, of one answer, or a defect of the ingress as it shows it;
+    the other one goes down with it."""
 
     async def body(fleet: Fleet) -> None:
         flow = fleet.router.flow
@@ -563,12 +567,17 @@ def test_an_answer_that_the_ingress_finds_to_be_none_was_not_given_up_by_its_cli
             run = flow.start(asked, Timeline(asyncio.get_running_loop().time()))
             return Choice(0, 0, True, asked, Writing(Vocabulary(())), run=run)
 
+        def show(choice: Choice, *_: object) -> None:
+            if choice.request.id == "r1":
+                raise ZeroDivisionError
+
         async def flush() -> None:
             pass
 
-        choices = [choice("r1", 0)] + [choice("r2", -1)] * (whose == "another's")
-        with pytest.raises(Internal, match="log-probabilities"):
-            await follow_all(choices, lambda *shown: None, flush, asyncio.get_running_loop().time)
+        logprobs, failure = (0, Internal) if of == "a worker" else (-1, (ZeroDivisionError, ExceptionGroup))
+        choices = [choice("r1", logprobs)] + [choice("r2", -1)] * (whose == "another's")
+        with pytest.raises(failure):
+            await follow_all(choices, show, flush, asyncio.get_running_loop().time)
         await fleet.settle()
         fleet.check_idle()
         assert (flow.counters["cancelled"], flow.counters["failed_Internal"]) == (0, len(choices))
