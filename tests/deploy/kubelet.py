@@ -2,8 +2,8 @@
 
 Of a container it takes command, arguments, variables, probes, preStop, grace, and Secrets that are mounted;
 not image, other volumes, limits. What listens on 0.0.0.0 in a pod's network listens on its address here. The
-image's entry point, which `args` are given to, only passes signals on to them: without a namespace of its own no
-process is number 1, and each hears its own.
+image's entry point, which `args` are given to, only passes signals on to them: without a namespace of its own
+no process is number 1, and each hears its own.
 """
 
 from __future__ import annotations
