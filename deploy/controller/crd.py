@@ -146,7 +146,10 @@ def _structural(node: Object, components: Object, defaults: bool = True) -> Obje
             if key in node:
                 inner[key] = node[key]
         if "default" in node and defaults:
-            inner["default"] = {}
+            # Whole: the API server holds rules against it as it stands, before parts of it are filled in.
+            inner["default"] = {
+                name: part["default"] for name, part in inner["properties"].items() if "default" in part
+            }
         return inner
     if "anyOf" in node:
         (kind,) = (one for one in node["anyOf"] if one.get("type") != "null")

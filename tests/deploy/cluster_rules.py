@@ -87,6 +87,14 @@ def faults(new: Object, old: Object | None, schema: Object) -> list[str]:
     return found or list(_rules(new, old, schema, ""))
 
 
+def wrong_defaults(schema: Object, path: str = "") -> Iterator[str]:
+    """Each is held against the rules as it stands there, before parts of it are filled in."""
+    if "default" in schema:
+        yield from (f"{path}.default: {one}" for one in faults(schema["default"], None, schema))
+    for name, part in schema.get("properties", {}).items():
+        yield from wrong_defaults(part, f"{path}.properties[{name}]")
+
+
 _VALIDATORS: dict[int, tuple[Object, Any]] = {}
 
 
@@ -117,12 +125,18 @@ def _plain(schema: Any) -> Any:
 
 def _rules(new: Any, old: Any, schema: Object, path: str) -> Iterator[str]:
     for rule in schema.get("x-kubernetes-validations", []):
+        given = {"self": _given(new)}
         if "oldSelf" in rule["rule"]:
-            if old is None or _program(rule["rule"]).execute({"self": _given(new), "oldSelf": _given(old)}):
+            if old is None:
                 continue
-        elif _program(rule["rule"]).execute({"self": _given(new)}):
-            continue
-        yield f"{path}{rule.get('fieldPath', '')}: Invalid value: {rule['message']}".lstrip(".")
+            given["oldSelf"] = _given(old)
+        try:
+            said = "" if _program(rule["rule"]).execute(given) else str(rule["message"])
+        except (LookupError, ValueError, RuntimeError, TypeError) as error:
+            # As where a field that it asks for is not there.
+            said = f"{error!r} evaluating rule: {rule['message']}"
+        if said:
+            yield f"{path}{rule.get('fieldPath', '')}: Invalid value: {said}".lstrip(".")
     if isinstance(new, dict):
         for name, part in schema.get("properties", {}).items():
             if new.get(name) is not None:

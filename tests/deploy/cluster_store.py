@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster_rules import defaulted, faults, pruned, unknown, without_nulls
+from cluster_rules import defaulted, faults, pruned, unknown, without_nulls, wrong_defaults
 
 from fleet.cluster import APPLY, JSON, ClusterError, Object
 from fleet.errors import Unavailable
@@ -504,6 +504,8 @@ class Store:
     def _define(self, body: Object) -> None:
         spec = body["spec"]
         (version,) = spec["versions"]
+        if wrong := list(wrong_defaults(version["schema"]["openAPIV3Schema"])):
+            raise ClusterError(422, "Invalid", f"{spec['names']['plural']} is invalid: {'; '.join(wrong)}")
         kind = Kind(
             api_version=f"{spec['group']}/{version['name']}",
             kind=spec["names"]["kind"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,21 @@ def test_pool_of_a_fleet_stays_its_pool() -> None:
                 s.store.handle("PATCH", POOLS.path("default", "demo-prefill"), {}, body, MERGE)
 
     run(go(), horizon_s=1e4)
+
+
+def test_a_definition_whose_defaults_are_against_its_rules_is_refused() -> None:
+    """Of a real API server such a definition is not taken, whatever would be filled in later."""
+    (fleets, _) = copy.deepcopy(definitions())
+    spec = fleets["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert spec["properties"]["decode"]["default"]["replicas"] == 1
+    spec["properties"]["decode"]["default"] = {}
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+
+    async def go() -> None:
+        with pytest.raises(ClusterError, match=r"decode.*default.*replicas"):
+            Scene().store.handle("POST", path, {}, fleets, JSON)
+
+    run(go())
 
 
 def test_a_handle_that_nobody_would_look_at_is_refused() -> None:
