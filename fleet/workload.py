@@ -8,12 +8,9 @@ are shared as they were in the trace, and whoever plays the workload makes token
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import re
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -65,14 +62,6 @@ class Conversation:
     def prompt_tokens(self, turn: int) -> int:
         before = sum(one.added_tokens + one.output_tokens for one in self.turns[:turn])
         return before + self.turns[turn].added_tokens
-
-
-def token_ids(piece: Piece, vocabulary: int) -> array[int]:
-    """The tokens of a piece: a function of its key, all below `vocabulary`. A shorter piece is a prefix."""
-    ids = array("I", hashlib.shake_128(piece.key.encode()).digest(4 * piece.tokens))
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return array("I", [one % vocabulary for one in ids])
 
 
 MOST_TOKENS = 10_000_000

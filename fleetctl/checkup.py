@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from fleet.kv_layout import Fingerprint
 from fleet.member import WorkerCard
 from fleetctl.words import WORKERS, FleetPicture
 
@@ -191,21 +192,22 @@ def _versions(facts: Facts) -> Check:
     if len(by_version) == 1:
         return Check("versions", True, f"{next(iter(by_version))} everywhere")
     told = "; ".join(f"{version}: {', '.join(names[:3])}" for version, names in sorted(by_version.items()))
-    return Check("versions", False, told, "bring all to one version, workers first")
+    return Check("versions", False, told, "bring all to one version, routers first")
 
 
 def _fingerprints(facts: Facts) -> Check:
-    by_model: dict[str, dict[str, list[str]]] = {}
+    by_model: dict[str, dict[Fingerprint, list[str]]] = {}
     for card in facts.cards:
-        by_model.setdefault(card.model, {}).setdefault(card.fingerprint.digest(), []).append(card.id)
+        by_model.setdefault(card.model, {}).setdefault(card.fingerprint, []).append(card.id)
     torn = {model: prints for model, prints in by_model.items() if len(prints) > 1}
     if not torn:
         return Check("fingerprints", True if facts.cards else None, "KV of a model's workers means the same"
                      if facts.cards else "no worker is there")  # fmt: skip
     model, prints = next(iter(torn.items()))
     told = " against ".join(", ".join(names[:3]) for names in prints.values())
-    return Check("fingerprints", False, f"{model}: {told} never exchange KV",
-                 "give them the same model, block size and dtype: cards.json says what differs")  # fmt: skip
+    one, other, *_ = prints
+    return Check("fingerprints", False, f"{model}: {told} never exchange KV: {one.mismatch(other)}",
+                 "give them the same model and settings, or wait where an update is under way")  # fmt: skip
 
 
 def _room(name: str, free: int, whole: int, least: int, where: str, step: str) -> Check:

@@ -24,7 +24,6 @@ from fleet.workload import (
     drawn,
     mooncake,
     prefill_decode_log,
-    token_ids,
     trace,
 )
 
@@ -190,15 +189,6 @@ def test_a_conversation_repeats_what_was_said() -> None:
     for turn in range(3):
         assert sum(piece.tokens for piece in talk.prompt(turn)) == talk.prompt_tokens(turn)
     assert talk.prompt(2)[: len(talk.prompt(1))] == talk.prompt(1)
-
-
-def test_tokens_are_those_of_the_key() -> None:
-    whole = token_ids(Piece("a", 512), 32_000)
-    assert len(whole) == 512
-    assert max(whole) < 32_000
-    assert token_ids(Piece("a", 100), 32_000) == whole[:100]
-    assert token_ids(Piece("b", 512), 32_000) != whole
-    assert len(set(whole)) > 450
 
 
 def mooncake_line(ms: int, tokens: int, output: int, ids: list[int]) -> str:

@@ -76,7 +76,7 @@ def test_the_memory_of_a_device_is_told_and_its_want_is_noticed() -> None:
         (
             replace(WELL, cards=(CARDS[0], replace(
                 CARDS[1], fingerprint=replace(CARDS[1].fingerprint, block_size=32)))),
-            "fingerprints", "prefill-0 against decode-0",
+            "fingerprints", "prefill-0 against decode-0 never exchange KV: block_size: 16 != 32",
         ),
         (replace(WELL, clocks_off_s={"router-0": -40.0}), "clocks", "-40 s"),
         (replace(WELL, disk_free=1 << 20), "disk", "0.0 of 100.0 GiB"),
