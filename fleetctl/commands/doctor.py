@@ -25,6 +25,7 @@ import click
 from fleet import __version__
 from fleet.errors import FleetError, Unavailable
 from fleetctl.commands.explain import CA
+from fleetctl.machine import memory
 from fleetctl.options import Target, fleet_options
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ async def _look(target: Target, ca: Path | None, files: dict[str, str]) -> Facts
     offs = await asyncio.gather(*(asyncio.to_thread(_clock_off, router.url) for router in routers))
     _own_files(target, view, files)
     where = target.folder.path if target.folder.path.exists() else Path.home()
-    disk, memory = shutil.disk_usage(where), _memory()
+    disk, bytes_of = shutil.disk_usage(where), memory()
     return Facts(
         picture=picture,
         cards=tuple(cards.values()),
@@ -135,8 +136,8 @@ async def _look(target: Target, ca: Path | None, files: dict[str, str]) -> Facts
         disk_free=disk.free,
         disk=disk.total,
         disk_path=str(where),
-        memory_free=memory.get("MemAvailable"),
-        memory=memory.get("MemTotal"),
+        memory_free=bytes_of.get("MemAvailable"),
+        memory=bytes_of.get("MemTotal"),
     )
 
 
@@ -256,10 +257,9 @@ def _versions(view: View, cards: Mapping[str, WorkerCard], fleet: str) -> dict[s
 def _own_files(target: Target, view: View, files: dict[str, str]) -> None:
     """What stands in etcd, and what this machine has: logs, settings, figures."""
     files["cards.json"] = _json({key: _read(value) for key, value in sorted(view.values.items())})
-    memory = _memory()
     files["machine.json"] = _json({
         "version": __version__, "python": platform.python_version(), "system": platform.platform(),
-        "processors": os.cpu_count(), "load": os.getloadavg(), "memory": memory, "time": time.time(),
+        "processors": os.cpu_count(), "load": os.getloadavg(), "memory": memory(), "time": time.time(),
         "packages": {name: _version_of(name) for name in ("torch", "grpcio", "protobuf", "nats-py", "aetcd",
                      "fastapi", "uvicorn", "msgspec", "tokenizers", "xgrammar", "numpy", "ucxx-cu13")},
     })  # fmt: skip
@@ -285,16 +285,6 @@ def _command(pid: int | None) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     except OSError:
         return ""
-
-
-def _memory() -> dict[str, int]:
-    """Bytes; empty where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    rows = (line.split() for line in lines)
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[0].startswith(("Mem", "Swap"))}
 
 
 def _version_of(package: str) -> str | None:

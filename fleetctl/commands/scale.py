@@ -12,6 +12,7 @@ import click
 
 from fleet.errors import BadRequest, Unavailable
 from fleet.targets import MOST_BUDGET, Desired, Mode
+from fleetctl.machine import memory
 from fleetctl.options import Target, fleet_options, going_on
 from fleetctl.reconcile import victims
 from fleetctl.words import WORKERS, Child, FleetPicture, FleetState, Kind, Phase
@@ -113,7 +114,11 @@ async def _scale(
         before = await take_picture(registry, wire, target.fleet, etcd, state)
         if not dry_run:
             old, new = await _write(registry, target.fleet, counts, budget, advise)
-        said = _said(old, new)
+        said, warning = _said(old, new), ""
+        if state is not None and counts is not None:
+            warning = too_much(before, new, memory().get("MemAvailable"))
+        if warning and not target.as_json:
+            click.secho(f"warning: {warning}", fg="yellow", err=True)
         decision = before.decision
         fields: dict[str, Any] = {
             "fleet": target.fleet,
@@ -122,6 +127,7 @@ async def _scale(
             "mode": str(new.mode),
             "budget": new.budget,
             "dry_run": dry_run,
+            "warning": warning,
         }
         if dry_run:
             leaving = [worker for kind in WORKERS for worker in would_leave(before, kind, new.of(kind))]
@@ -206,6 +212,22 @@ def _said(old: Desired | None, new: Desired) -> str:
     if said and new.mode is Mode.OFF and not new.decode:
         said += "; without a decode worker every request is refused with 503"
     return said
+
+
+def too_much(picture: FleetPicture, new: Desired, free: int | None) -> str:
+    """Says so where more workers than there are would take more memory than is free, by those that serve."""
+    parts = ("memory_weights_bytes", "memory_kv_bytes", "memory_activations_bytes")
+    each = max(
+        (sum((row.counters or {}).get(part, 0) for part in parts) for row in picture.workers), default=0
+    )
+    more = new.prefill + new.decode - len(picture.workers)
+    if free is None or more <= 0 or more * each <= free:
+        return ""
+    asked, there = (size / (1 << 30) for size in (more * each, free))
+    return (
+        f"{more} more workers may take {asked:.1f} GiB (weights and KV), and {there:.1f} GiB are free here; "
+        "less KV each: fleetctl up --set engine.kv-memory-bytes=…"
+    )
 
 
 def would_leave(picture: FleetPicture, kind: Kind, want: int) -> list[tuple[str, str]]:

@@ -7,15 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from fleet.errors import Unavailable
 from fleet.targets import Desired
 from fleetctl.__main__ import main
-from fleetctl.commands.scale import would_leave
+from fleetctl.commands.scale import too_much, would_leave
 from fleetctl.commands.up import _flags
 from fleetctl.servers import check_free, find_binary, free_ports
 from fleetctl.state import MARK
@@ -28,12 +30,17 @@ def run(*arguments: str, state: Path | None = None) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-COMMANDS = ["up", "status", "scale", "role", "drain", "logs", "down", "bench", "version", "completion"]
+def commands(group: click.Group) -> Iterator[list[str]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from ([name, *inner] for inner in commands(command))
+        else:
+            yield [name]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_json(command: str) -> None:
-    code, out, _ = run(command, "--help")
+@pytest.mark.parametrize("command", list(commands(main)), ids=" ".join)
+def test_every_command_has_help_and_json(command: list[str]) -> None:
+    code, out, _ = run(*command, "--help")
     assert code == 0
     assert "--json" in out
 
@@ -198,6 +205,21 @@ def test_a_dry_run_tells_whom_the_supervisor_would_choose() -> None:
     assert would_leave(picture, Kind.DECODE, 2) == []
     assert would_leave(picture, Kind.DECODE, 1) == [("decode-b", "this one is the least loaded, 2 requests")]
     assert would_leave(picture, Kind.PREFILL, 3) == []
+
+
+def test_more_workers_than_there_is_memory_for_are_warned_of() -> None:
+    gib = 1 << 30
+    counters = {"memory_weights_bytes": gib, "memory_kv_bytes": 3 * gib, "steps": 1 << 60}
+    rows = (
+        WorkerRow("prefill-a", "prefill", "ready", counters={"memory_weights_bytes": gib}),
+        WorkerRow("decode-a", "decode", "ready", counters=counters),
+        WorkerRow("decode-b", "decode", "starting"),
+    )
+    picture = FleetPicture("f", "m", rows, (), Desired(1, 2), ServerRow("e", "ready"), None, None)
+    assert "2 more workers may take 8.0 GiB" in too_much(picture, Desired(1, 4), 7 * gib)
+    assert too_much(picture, Desired(1, 4), 8 * gib) == ""
+    assert too_much(picture, Desired(1, 2), 0) == ""
+    assert too_much(picture, Desired(9, 9), None) == ""
 
 
 def test_a_taken_port_says_what_to_do() -> None:
