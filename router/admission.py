@@ -111,16 +111,19 @@ class _Backlog:
     changed: int = 0
     """How many came since it was last seen who has to yield."""
 
-    def settle(self, now: float, begins: float, rate: float, level: _Level) -> Iterator[_Entry]:
+    def settle(
+        self, now: float, begins: float, rate: float, level: _Level, emptier: bool
+    ) -> Iterator[_Entry]:
         """Moves those that have become late; yields the sheddable ones of them, to be refused. The turn of
-        its level comes at `begins`, and then so many tokens a second."""
+        its level comes at `begins`, and then so many tokens a second. `emptier`: who stepped back for want of
+        room may have it now."""
         while self.timely and (self.timely[0][0] < now or not self.timely[0][2].queued):
             entry = heapq.heappop(self.timely)[2]
             if entry.queued:
                 self.changed += _SURPRISE
                 heapq.heappush(self.doubtful, (entry.lost_at, entry.order, entry))
         # Looked at again once an eighth has changed, so that one of many costs no more than one of few.
-        if self.changed * 8 > len(self.timely) + len(self.doubtful):
+        if (emptier and self.doubtful) or self.changed * 8 > len(self.timely) + len(self.doubtful):
             self.changed = 0
             self._yield(now, begins, rate, level)
         while self.doubtful and (self.doubtful[0][0] < now or not self.doubtful[0][2].queued):
@@ -235,6 +238,8 @@ class _Lane:
         """Prompt tokens a second that its workers say they compute."""
         self.owed = 0.0
         """Tokens that old requests of lower priority have a right to."""
+        self._dropped = 0
+        """How many left as they waited, since those who stepped back were last looked at."""
         self._drained = self._draining_s = 0.0
         self._since: float | None = None
 
@@ -260,13 +265,20 @@ class _Lane:
         del self.fifo[entry.order]
         self.level(entry.priority).remove(entry)
 
+    def drop(self, entry: _Entry) -> None:
+        """It leaves and takes none of the time that it was to have."""
+        self._dropped += 1
+        self.remove(entry)
+
     def settle(self, now: float) -> list[_Entry]:
         """Those that became late and are to be refused."""
         late: list[_Entry] = []
-        rate, begins = self.rate, now
+        rate, begins, emptier = self.rate, now, self._dropped * 8 > self.count
+        if emptier:
+            self._dropped = 0
         for _, level in self.waiting():
             for backlog in level.backlogs.values():
-                late += backlog.settle(now, begins, rate, level)
+                late += backlog.settle(now, begins, rate, level, emptier)
             begins += level.cost / rate
         return late
 
@@ -362,7 +374,7 @@ class Admission:
         if entry is None:
             return
         if entry.queued:
-            self._lanes[entry.request.model].remove(entry)
+            self._lanes[entry.request.model].drop(entry)
         elif (promise := entry.promise) is not None:
             promised = self._promised[entry.request.model]
             promised[promise] -= 1
@@ -553,7 +565,7 @@ class Admission:
             self._promised.setdefault(entry.request.model, Counter())[promise] += 1
 
     def _give_up(self, lane: _Lane, entry: _Entry, why: str) -> Refused:
-        lane.remove(entry)
+        lane.drop(entry)
         del self._entries[entry.request.id]
         retry_after_s = _drain_s(lane.ahead(entry.terms, entry.cost) / lane.rate)
         return entry.request.id, Decision(Act.REFUSE, why, retry_after_s=retry_after_s)

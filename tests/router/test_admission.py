@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scripted_worker import request
 
 from fleet.ids import RequestId
 from fleet.objectives import Objectives
-from router.admission import Act, Admission, Decision
+from router.admission import Act, Admission, Decision, _Entry, _Lane
 from router.forecast import Forecast, Ratio
 from router.run import Terms
 from router.settings import AdmissionMode, AdmissionSettings, FlowSettings
@@ -173,6 +175,21 @@ def test_who_stepped_back_returns_when_what_was_before_it_has_gone_away() -> Non
         desk.admission.leave(RequestId(f"burst{number}"))
     for number in range(10):
         desk.arrive(terms(replace(low, ttft_ms=4000 + number)), id=f"new{number}")
+    assert desk.drain()[0] == "old"
+
+
+def test_who_stepped_back_returns_though_only_others_have_come_since() -> None:
+    """One request of a tenant behind a burst of higher priority, which then goes away; others keep coming."""
+    desk = Desk()
+    for number in range(20):
+        desk.arrive(terms(replace(HIGH, ttft_ms=60_000)), replace(FULL, tokens=4000), id=f"burst{number}")
+    low = replace(HIGH, priority=0)
+    desk.arrive(terms(replace(low, ttft_ms=3000)), replace(FULL, tokens=4000), id="old")
+    desk.next(FULL)
+    for number in range(20):
+        desk.admission.leave(RequestId(f"burst{number}"))
+    for number in range(10):
+        desk.arrive(terms(replace(low, ttft_ms=4000 + number), "b"), id=f"new{number}")
     assert desk.drain()[0] == "old"
 
 
@@ -462,3 +479,193 @@ def test_what_may_still_be_in_time_is_not_given_up() -> None:
     desk.now = 0.3
     assert desk.drain() == ["kept"]
     assert desk.refused == []
+
+
+class Queue(RuleBasedStateMachine):
+    """Whatever comes, goes, leaves and is learnt: nobody is forgotten, the order is the one that was
+    promised, and nobody steps back who need not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(max_queued=14, max_wait_s=90.0)
+        self.queued: dict[str, _Entry] = {}
+        self.running: list[str] = []
+        self.given: dict[tuple[int, str], float] = {}
+        """What each tenant has had of each level, as in start-time fair queueing."""
+        self.virtual: dict[int, float] = {}
+
+    @property
+    def lane(self) -> _Lane:
+        return self.desk.admission._lanes["m"]
+
+    # -- what happens
+
+    @rule(
+        asked=st.lists(st.tuples(
+            st.sampled_from([
+                HIGH, replace(HIGH, ttft_ms=4000), replace(HIGH, ttft_ms=20_000, priority=0), LOW,
+                replace(LOW, ttft_ms=5000), replace(LOW, sheddable=False), Objectives(weight=2.0),
+            ]),
+            st.sampled_from("aab"),
+            st.sampled_from([100, 1000, 1001, 6000, 40_000]),
+        ), min_size=1, max_size=6),
+        rate=st.sampled_from([10_000.0, 10_000.0, 1000.0, 100_000.0]),
+        now=st.sampled_from([FULL, FULL, FULL, FULL, ROOM]),
+        after_s=st.sampled_from([0.0, 0.1, 0.9, 4.0, 11.0]),
+    )  # fmt: skip
+    def some_come(
+        self, asked: list[tuple[Objectives, str, int]], rate: float, now: Forecast, after_s: float
+    ) -> None:
+        desk = self.desk
+        desk.now += after_s
+        self.look()
+        for of, tenant, tokens in asked:
+            asks = terms(of, tenant, 3.0 if tenant == "b" else 1.0)
+            nobody = not desk.admission.queued
+            decision = desk.arrive(asks, replace(now, tokens=tokens, rate=rate))
+            id = f"r{desk.count}"
+            assert (decision.act is Act.ADMIT) == (nobody and now is ROOM)
+            if decision.act is Act.ADMIT:
+                self.goes(id)
+            elif decision.act is Act.QUEUE:
+                self.queued[id] = desk.admission._entries[RequestId(id)]
+            elif not of.sheddable:
+                assert desk.admission.queued == 14, "refused with a place in the queue"
+            self.look()
+            self.nobody_steps_back_needlessly(asks)
+
+    @precondition(lambda self: self.queued)
+    @rule(turns=st.integers(0, 3), after_s=st.sampled_from([0.0, 0.1, 0.5, 3.0]))
+    def there_is_room(self, turns: int, after_s: float) -> None:
+        self.desk.now += after_s
+        assert self.desk.next(FULL) is None
+        self.look()
+        for _ in range(turns):
+            promised = self.next_ones()
+            head = self.desk.next()
+            assert (head in promised) if promised else head is None
+            if head is not None:
+                del self.queued[head]
+                self.goes(head)
+            self.look()
+
+    @precondition(lambda self: self.queued)
+    @rule(which=st.integers(0, 13))
+    def one_that_waits_leaves(self, which: int) -> None:
+        id = list(self.queued)[which % len(self.queued)]
+        del self.queued[id]
+        self.desk.admission.leave(RequestId(id))
+        self.look()
+        self.nobody_steps_back_needlessly()
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
+    def one_ends(self, which: int) -> None:
+        self.desk.admission.leave(RequestId(self.running.pop(which % len(self.running))))
+        self.look()
+
+    @rule(seconds=st.sampled_from([0.02, 0.35, 2.0]))
+    def a_first_token_comes(self, seconds: float) -> None:
+        self.desk.admission.first_token(request("x"), ROOM, seconds)
+
+    # -- what is promised
+
+    def goes(self, id: str) -> None:
+        entry = self.desk.admission._entries[RequestId(id)]
+        of, tenant = entry.priority, entry.terms.tenant
+        start = self.start(of, tenant)
+        self.virtual[of] = start
+        self.given[of, tenant] = start + entry.cost / entry.terms.weight / entry.terms.objectives.weight
+        self.running.append(id)
+
+    def start(self, of: int, tenant: str) -> float:
+        return max(self.virtual.get(of, 0.0), self.given.get((of, tenant), 0.0))
+
+    def look(self) -> None:
+        """As the router does after whatever happened."""
+        desk = self.desk
+        desk.refused += [id for id, _ in desk.admission.expired(desk.now)]
+        for id in desk.refused:
+            entry = self.queued.pop(id)
+            gave_way = len(self.queued) == 14
+            assert entry.terms.objectives.sheddable or desk.now - entry.queued_at >= 90 or gave_way
+            desk.admission.leave(RequestId(id))
+        if desk.refused:
+            desk.refused.clear()
+            self.look()
+            self.nobody_steps_back_needlessly()
+
+    def next_ones(self) -> set[str]:
+        """Who may be next: the first one, or who has waited for long behind a higher priority."""
+        if not self.queued:
+            return set()
+        level = self.lane.levels[highest := max(entry.priority for entry in self.queued.values())]
+        ranks: list[tuple[tuple[int, float], str]] = []
+        for tenant, backlog in level.backlogs.items():
+            ways = [
+                [(at.latest_start, at.order, at) for *_, at in backlog.timely if at.queued],
+                [(at.lost_at, at.order, at) for *_, at in backlog.doubtful if at.queued],
+                [(0.0, place, at) for place, at in enumerate(backlog.late.values())],
+            ]
+            rank, way = next((rank, way) for rank, way in enumerate(ways) if way)
+            ranks.append(((rank, self.start(highest, tenant)), min(way)[2].request.id))
+        found: set[str] = {id for first, id in ranks if first == min(ranks)[0]}
+        lower = [entry for entry in self.queued.values() if entry.priority < highest]
+        oldest = min(lower, key=lambda entry: entry.order, default=None)
+        if oldest is not None and self.desk.now - oldest.queued_at >= 10:
+            found.add(oldest.request.id)
+        return found
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        admission, now = self.desk.admission, self.desk.now
+        assert admission.queued == len(self.queued)
+        assert len(admission) == len(self.queued) + len(self.running)
+        if not admission._lanes:
+            return
+        found: set[str] = set()
+        assert list(self.lane.fifo.values()) == list(self.queued.values())
+        for of, level in self.lane.levels.items():
+            here = [at for at in self.queued.values() if at.priority == of]
+            assert (level.count, list(level.oldest.values())) == (len(here), here)
+            assert level.cost == pytest.approx(sum(at.cost for at in here), abs=1e-6)
+            for tenant, backlog in level.backlogs.items():
+                mine = [at for at in here if at.terms.tenant == tenant]
+                assert backlog.count == len(mine)
+                assert backlog.cost == pytest.approx(sum(at.cost for at in mine))
+                timely, doubtful = (
+                    [at for *_, at in heap if at.queued] for heap in (backlog.timely, backlog.doubtful)
+                )
+                late = list(backlog.late.values())
+                assert sorted(at.order for at in timely + doubtful + late) == [at.order for at in mine]
+                assert all(at.latest_start >= now for at in timely)
+                assert all(at.lost_at >= now for at in doubtful)
+                assert all(at.lost_at < now and not at.terms.objectives.sheddable for at in late)
+                found |= {at.request.id for at in mine}
+        assert found == set(self.queued)
+
+    def nobody_steps_back_needlessly(self, of: Terms | None = None) -> None:
+        """Of those just looked at, as one came or left: who is in time though all others go first."""
+        if not 0 < len(self.queued) <= 7:
+            return  # Not each time.
+        before = 0.0
+        for priority, level in self.lane.waiting():
+            before += level.cost
+            for tenant, backlog in level.backlogs.items():
+                if of is None or (priority, tenant) == (of.objectives.priority, of.tenant):
+                    for *_, entry in backlog.doubtful:
+                        after = self.desk.now + before / self.lane.rate
+                        assert not entry.queued or entry.latest_start <= after
+
+    def teardown(self) -> None:
+        waited = len(self.queued)
+        went = self.desk.drain()
+        assert sorted(went) == sorted(self.queued), "with room all go, each once"
+        assert len(went) == waited
+        for id in (*went, *self.running):
+            self.desk.admission.leave(RequestId(id))
+        assert (len(self.desk.admission), self.desk.admission._entries) == (0, {})
+
+
+TestQueue = Queue.TestCase
+TestQueue.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
