@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class _Worker:
     reported_at: float = 0.0
     steps: int = 0
     """It had done at the last observation."""
+    starts: bool = True
+    """It was not seen ready yet, in whatever role."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class _Short:
     since: float | None = None
     full: bool = False
     """Whether all that are wanted were ready once: who comes before that was not started just now."""
+    begun: deque[float] = field(default_factory=deque)
+    """When each start that is under way was wanted, the oldest first."""
 
 
 @dataclass(slots=True)
@@ -181,13 +186,8 @@ class Observer:
         leaving = [card for card, _ in cards if card.state is MemberState.DRAINING]
         draining = sum(card.role == role and card.turning is None for card in leaving)
         coming = sum(card.turning == role for card in leaving)
-        turning = any(card.turning is not None for card in leaving)
         short = self._short[role]
-        more = ready > short.ready and wanted <= short.wanted
-        if short.since is not None and short.full and more and not turning:
-            took = now - short.since
-            known = self._cold_start_s
-            self._cold_start_s = took if known is None else known + _COLD_WEIGHT * (took - known)
+        self._measure(short, role, max(0, wanted - ready - coming), now)
         if ready >= wanted:
             short.since, short.full = None, True
         elif short.since is None or ready > short.ready or wanted > short.wanted:
@@ -201,6 +201,20 @@ class Observer:
             0.0 if short.since is None else now - short.since,
             coming,
         )
+
+    def _measure(self, short: _Short, role: str, starting: int, now: float) -> None:
+        """How long starts take: who was wanted first is ready first, and the newest are given up first."""
+        for one in self.workers.values():
+            if not (one.starts and one.card.role == role and _ready(one)):
+                continue
+            one.starts = False
+            took = now - short.begun.popleft() if short.begun else 0.0
+            if short.full and took:
+                known = self._cold_start_s
+                self._cold_start_s = took if known is None else known + _COLD_WEIGHT * (took - known)
+        while len(short.begun) > starting:
+            short.begun.pop()
+        short.begun.extend([now] * (starting - len(short.begun)))
 
     def _seen(self, worker: _Worker, now: float) -> WorkerSeen:
         card, report = worker.card, worker.report
