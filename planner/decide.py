@@ -392,13 +392,15 @@ def _remember(seen: Observation, state: State, now: float, fresh: bool) -> Typic
     for role, pool in state.pools.items():
         wanted = seen.pool(role).wanted
         if pool.wanted >= 0 and wanted > pool.wanted:
-            if now - pool.fell_at < _FLAP_S:
+            # A fall was wrong once, in however many steps it is taken back.
+            if pool.fell_at > pool.rose_at and now - pool.fell_at < _FLAP_S:
                 pool.settle_times = min(
                     2 * pool.settle_times, _LONGEST_SETTLE_S / max(1.0, settings.settle_s)
                 )
             pool.rose_at = now
         elif 0 <= wanted < pool.wanted:
-            pool.fell_at = now
+            if state.trials.pools[role].proposed != wanted:  # What came of a trial is remembered there.
+                pool.fell_at = now
         elif now - max(pool.rose_at, pool.fell_at) > 4 * _FLAP_S:
             pool.settle_times = 1.0
         pool.wanted = wanted

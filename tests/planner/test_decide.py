@@ -286,3 +286,30 @@ def test_a_pool_that_grew_just_before_does_not_keep_what_has_clearly_become_need
     fell = min(late for late, plan in changes(fleet, HOUR) if late > 150)
     assert fell - rose < SETTINGS.settle_s
     assert fell <= 150 + 100
+
+
+def two_bursts(seed: int) -> FluidFleet:
+    """An hour of little, twice five minutes of five times as much, and fifteen minutes between them."""
+
+    def rate(now: float) -> float:
+        return 16.0 if HOUR <= now < HOUR + 300 or HOUR + 1200 <= now < HOUR + 1500 else 3.0
+
+    return FluidFleet(SETTINGS, rate, seed=seed).start_with(2, 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_fall_that_is_taken_back_in_several_steps_was_wrong_once(seed: int) -> None:
+    fleet = two_bursts(seed).run(HOUR + 1500)
+    rises = [plan for late, plan in changes(fleet, HOUR + 1195) if plan.prefill > 2]
+    assert len(rises) >= 3
+    # That it is over is found out, and twice a cold start was waited for.
+    fleet.run(30 + 2 * fleet.cold_start_s)
+    assert sum(fleet.wanted.values()) <= 4
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_trial_that_a_burst_ends_makes_nobody_stay_longer_after_it(seed: int) -> None:
+    fleet = two_bursts(seed).run(HOUR)
+    assert any("are tried" in plan.why for _, plan in fleet.plans)
+    fleet.run(300 + 30 + fleet.cold_start_s)
+    assert fleet.wanted == {"prefill": 2, "decode": 1}
