@@ -125,11 +125,11 @@ def _plain(schema: Any) -> Any:
 
 def _rules(new: Any, old: Any, schema: Object, path: str) -> Iterator[str]:
     for rule in schema.get("x-kubernetes-validations", []):
-        given = {"self": _given(new)}
+        given = {"self": _given(new, schema)}
         if "oldSelf" in rule["rule"]:
             if old is None:
                 continue
-            given["oldSelf"] = _given(old)
+            given["oldSelf"] = _given(old, schema)
         try:
             said = "" if _program(rule["rule"]).execute(given) else str(rule["message"])
         except (LookupError, ValueError, RuntimeError, TypeError) as error:
@@ -144,10 +144,16 @@ def _rules(new: Any, old: Any, schema: Object, path: str) -> Iterator[str]:
                 yield from _rules(new[name], before, part, f"{path}.{name}")
 
 
-def _given(value: Any) -> Any:
-    """A field that is null is one that is not there, for `has`."""
+def _given(value: Any, schema: Object) -> Any:
+    """A field that is null is one that is not there, for `has`. A whole number written as a fraction is none
+    for a rule that looks at it."""
     if isinstance(value, dict):
-        return {name: _given(each) for name, each in value.items() if each is not None}
+        parts, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        return {
+            name: _given(each, parts.get(name) or (rest if isinstance(rest, dict) else {}))
+            for name, each in value.items()
+            if each is not None
+        }
     if isinstance(value, list):
-        return [_given(each) for each in value]
-    return value
+        return [_given(each, schema.get("items", {})) for each in value]
+    return repr(value) if isinstance(value, float) and schema.get("type") == "integer" else value

@@ -60,9 +60,9 @@ def status(**parts: Any) -> Ask:
     return Ask("PATCH", FLEETS.path("default", "same", "status"), {"status": parts}, MERGE)
 
 
-def pool(replicas: int, **meta: Any) -> Ask:
+def pool(replicas: int, name: str = HANDLE, **meta: Any) -> Ask:
     body = {
-        "apiVersion": POOLS.api_version, "kind": "FleetPool", "metadata": {"name": HANDLE, **meta},
+        "apiVersion": POOLS.api_version, "kind": "FleetPool", "metadata": {"name": name, **meta},
         "spec": {"fleet": "same", "pool": "decode", "replicas": replicas},
     }  # fmt: skip
     return Ask("POST", POOLS.path("default"), body)
@@ -112,12 +112,24 @@ STORIES: dict[str, list[Ask]] = {
         make(decode={"replicas": "2"}), make(image=3), make(decode=[]), make(imagePullSecrets="a"),
         make(decode={"replicas": 2.5}), make(decode={"settings": {"a": 1}}), make(rollout={"paused": "no"}),
     ],
-    "whole numbers as fractions": [make(decode={"replicas": 2.0})],
+    "whole numbers as fractions": [make(decode={"replicas": 2.0}), make(router={"replicas": 2.0})],
     "limits": [
         make(decode={"replicas": -1}), make(decode={"replicas": 10_001}), make(image=""),
         make(image="x" * 501), make(decode={"sharedMemory": "1 GB"}), make(drainSeconds=3601),
         make(planner={"mode": "both"}), make(router={"serviceType": "None"}),
         make(imagePullSecrets=["a"] * 17), make(decode={"settings": {str(n): "" for n in range(201)}}),
+    ],
+    "rules": [
+        make(decode={"replicas": 5, "maxReplicas": 4}), make(decode={"replicas": 1, "minReplicas": 2}),
+        make(rollout={"maxSurgePercent": 0}), make(decode={"settings": {"model": "a"}}),
+        make(decode={"gpus": 4}, budget={"gpus": 7}), make(control={**SPEC["control"], "tlsName": "a"}),
+        make(planner={"settings": {"a": "b"}}), make(decode={"settings": {"engine.max-batch": "4"}}),
+        patch({"decode": {"minReplicas": 3}}), patch({"decode": {"nodes": 2}}), patch({"decode": None}), GET,
+    ],
+    "rules of pools": [
+        pool(2), Ask("PATCH", POOLS.path("default", HANDLE), {"spec": {"pool": "prefill"}}, MERGE),
+        Ask("PATCH", POOLS.path("default", HANDLE), {"spec": {"replicas": 3, "fleet": "same"}}, MERGE),
+        pool(2, "same"),
     ],
     "what is needed": [
         Ask("POST", FLEETS.path("default"), {**KIND, "metadata": {"name": "same"}}),
