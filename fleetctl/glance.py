@@ -49,6 +49,13 @@ class RequestSaid(msgspec.Struct):
     workers: tuple[str, ...]
 
 
+class PlanSaid(msgspec.Struct):
+    prefill: int
+    decode: int
+    why: str
+    at: float
+
+
 class Said(msgspec.Struct):
     """What one router answers at `/fleet/live`; what a newer one says besides is passed over."""
 
@@ -60,6 +67,7 @@ class Said(msgspec.Struct):
     slow: tuple[RequestSaid, ...]
     worker_fields: tuple[str, ...]
     workers: tuple[tuple[Any, ...], ...]
+    plan: PlanSaid | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         return [dict(zip(self.worker_fields, row, strict=False)) for row in self.workers]
@@ -85,7 +93,10 @@ def draw_glance(
     troubles = [*silent, *_troubles(said)][:3]
     classes = _classes(said)
     slow = _slowest(said)
-    left = height - 9 - len(classes.rows) - len(troubles)  # blank lines, titles, and one for the cursor
+    plan = next(([_planned(one.plan, one.at)] for one in said if one.plan is not None), [])
+    left = (
+        height - 9 - len(classes.rows) - len(troubles) - len(plan)
+    )  # blank lines, titles, and one for the cursor
     slow_rows = min(len(slow), max(2, left // 3))
     rows = sorted(said[0].rows(), key=lambda row: (row["role"] == "decode", len(row["id"]), row["id"]))
     rows.sort(key=SORTS[sort])
@@ -93,6 +104,7 @@ def draw_glance(
     return Group(
         _head(said, rows),
         _places(said, before),
+        *plan,
         *(Text(f"! {trouble}", style="red", no_wrap=True, overflow="ellipsis") for trouble in troubles),
         Text(),
         classes,
@@ -128,6 +140,15 @@ def _places(said: Sequence[Said], before: Sequence[Said]) -> Text:
         (str(count("prefilling")), "bold green"), " in prefill → ",
         (str(count("moving")), "bold magenta"), " move KV ", (told("pulled_bytes", "B", True), "dim"), " → ",
         (str(count("decoding")), "bold blue"), " in decode ", (told("generated_tokens", " tok", True), "dim"),
+        no_wrap=True, overflow="ellipsis",
+    )  # fmt: skip
+
+
+def _planned(plan: PlanSaid, now: float) -> Text:
+    """In one line: `fleetctl status` has all of it."""
+    return Text.assemble(
+        ("planner ", "bold"), f"prefill {plan.prefill}, decode {plan.decode} ",
+        (f"{_seconds(max(0.0, now - plan.at))} ago: ", "dim"), plan.why,
         no_wrap=True, overflow="ellipsis",
     )  # fmt: skip
 

@@ -62,12 +62,12 @@ class Planning:
             if not view.live:
                 continue
             shown = decision_key(self._fleet)
-            # A decision outlives its planner; all else there is leased.
+            # A decision outlives its planner, and is of no interest then; all else there is leased.
             if any(key != shown for key in view.values):
                 self._planned.set()
             else:
                 self._planned.clear()
-            if (data := view.values.get(shown)) != last:
+            if (data := view.values.get(shown) if self._planned.is_set() else None) != last:
                 last = data
                 self.on_decision(None if data is None else parse_decision(data))
         raise Internal("the watch of the planner ended")

@@ -7,6 +7,7 @@ from crowd import Crowd
 from msgspec import json
 from rich.console import Console
 
+from fleet.targets import LastDecision
 from fleetctl.glance import Said, draw_glance
 from router.roster import LinkState
 
@@ -68,3 +69,12 @@ def test_nothing_there_is_said_to_be_nothing() -> None:
     lines = drawn([said(Crowd(0), 1.0)], [])
     assert any("no worker is there" in line for line in lines)
     assert lines[1].startswith("–"), "no rate is known from one look"
+
+
+def test_what_a_planner_decided_takes_one_line() -> None:
+    crowd = Crowd(1000)
+    crowd.report()
+    crowd.live.planned(LastDecision(3, 9, "more is asked " * 20, "advise", False, 1.0), 90.0)
+    lines = drawn([said(crowd, 100.0)], [])
+    assert lines[2].startswith("planner prefill 3, decode 9 10.0 s ago: (advise) more is asked")
+    assert lines[2].endswith("…")

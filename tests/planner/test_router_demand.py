@@ -147,9 +147,19 @@ def test_the_last_decision_reaches_who_shows_it() -> None:
         decision = {"prefill": 2, "decode": 1, "why": "x", "mode": "act", "changed": True, "at": 1.0}
         fleet.registry.put(decision_key("f"), json.dumps(decision).encode(), 0)
         await asyncio.sleep(1.0)
+        assert heard == [], "it was made by a planner that has gone"
+        planner = f"{planner_prefix('f')}planners/one"
+        fleet.registry.put(planner, b"{}", 0)
+        await asyncio.sleep(1.0)
         fleet.registry.put(decision_key("f"), b'{"of": "another version"}', 0)
         await asyncio.sleep(1.0)
-        assert heard == [LastDecision(2, 1, "x", "act", True, 1.0), None]
+        made = LastDecision(2, 1, "x", "act", True, 1.0)
+        assert heard == [made, None]
+        fleet.registry.put(decision_key("f"), json.dumps(decision).encode(), 0)
+        await asyncio.sleep(1.0)
+        fleet.registry.delete(planner)
+        await asyncio.sleep(1.0)
+        assert heard == [made, None, made, None]
         live = Live(fleet.router.flow)
         live.planned(LastDecision(2, 1, "more is asked", "advise", False, 1.0, advice="1 would do"), 7.0)
         plan = live.snapshot(8.0).plan
