@@ -392,6 +392,58 @@ def test_what_the_cluster_does_not_take_shows_and_holds_nothing_else_up(
     Play().run(plane, tmp_path, story)
 
 
+ADMISSION = "admissionregistration.k8s.io/v1"
+POLICIES = Resource(ADMISSION, "MutatingAdmissionPolicy", "mutatingadmissionpolicies", namespaced=False)
+BOUND = Resource(ADMISSION, "MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings", False)
+
+
+def test_what_a_policy_of_the_cluster_changes_is_written_once(plane: ControlPlane, tmp_path: Path) -> None:
+    if plane.minor < 36:
+        pytest.skip("it knows no MutatingAdmissionPolicy")
+    at = "/spec/template/spec/containers/0/image"
+    image = "object.spec.template.spec.containers[0].image"
+    mirrored = f"{image}.startsWith('mirror/') ? {image} : 'mirror/' + {image}"
+    patch = f'[JSONPatch{{op: "replace", path: "{at}", value: {mirrored}}}]'
+    rule = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["*"], "resources": ["deployments"]}
+    policy = {
+        "matchConstraints": {"resourceRules": [rule]}, "failurePolicy": "Fail", "reinvocationPolicy": "Never",
+        "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": patch}}],
+    }  # fmt: skip
+
+    async def story(site: Site) -> None:
+        for kind, spec in ((POLICIES, policy), (BOUND, {"policyName": "mirror"})):
+            body: Object = {
+                "apiVersion": ADMISSION, "kind": kind.kind, "metadata": {"name": "mirror"}, "spec": spec,
+            }  # fmt: skip
+            await site.api.ask("POST", kind.path(), None, body)
+        try:
+            # A server hears of a policy a moment after it has taken it.
+            await site.until(lambda: mirrors(site))
+            await apply(site)
+            await site.settle()
+            assert {pod["spec"]["containers"][0]["image"] for pod in site.pods()} == {"mirror/pdfleet:1"}
+            turns, seen = len(writes(plane)), len(renewals(plane))
+            await site.until(lambda: holds(len(renewals(plane)) > seen + 20))
+            assert writes(plane)[turns:] == []
+        finally:
+            for kind in (BOUND, POLICIES):
+                await site.api.ask("DELETE", kind.path("", "mirror"))
+        await change(site, image="pdfleet:2")
+        await site.until(lambda: some(site, "pdfleet:2"))
+        await site.settle()
+
+    Play().run(plane, tmp_path, story)
+
+
+async def mirrors(site: Site) -> bool:
+    pod: Object = {"containers": [{"name": "a", "image": "a"}]}
+    template: Object = {"metadata": {"labels": {"a": "a"}}, "spec": pod}
+    spec: Object = {"replicas": 0, "selector": {"matchLabels": {"a": "a"}}, "template": template}
+    body: Object = {"metadata": {"name": "probe"}, "spec": spec}
+    made = await site.api.ask("POST", DEPLOYMENTS.path("default"), {"dryRun": "All"}, body)
+    return bool(made["spec"]["template"]["spec"]["containers"][0]["image"] == "mirror/a")
+
+
 async def limited(site: Site) -> bool:
     return "hard" in (await site.get(QUOTAS, "few")).get("status", {})
 
