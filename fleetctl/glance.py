@@ -148,7 +148,7 @@ def _planned(plan: PlanSaid, now: float) -> Text:
     """In one line: `fleetctl status` has all of it."""
     return Text.assemble(
         ("planner ", "bold"), f"prefill {plan.prefill}, decode {plan.decode} ",
-        (f"{_seconds(max(0.0, now - plan.at))} ago: ", "dim"), plan.why,
+        (f"({_seconds(max(0.0, now - plan.at))} ago): ", "dim"), plan.why,
         no_wrap=True, overflow="ellipsis",
     )  # fmt: skip
 

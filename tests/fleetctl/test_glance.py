@@ -76,5 +76,5 @@ def test_what_a_planner_decided_takes_one_line() -> None:
     crowd.report()
     crowd.live.planned(LastDecision(3, 9, "more is asked " * 20, "advise", False, 1.0), 90.0)
     lines = drawn([said(crowd, 100.0)], [])
-    assert lines[2].startswith("planner prefill 3, decode 9 10.0 s ago: (advise) more is asked")
+    assert lines[2].startswith("planner prefill 3, decode 9 (10.0 s ago): (advise) more is asked")
     assert lines[2].endswith("…")
