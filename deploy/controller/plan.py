@@ -13,7 +13,7 @@ from deploy.controller.agree import agree, pool_status
 from deploy.controller.conditions import Conditions, judge
 from deploy.controller.crd import read_spec, read_status
 from deploy.controller.drift import differs
-from deploy.controller.pods import MARKED, victims
+from deploy.controller.pods import MARKED, OVERDUE_S, seconds, victims
 from deploy.controller.progress import progress
 from deploy.controller.render import (
     DEPLOYMENTS,
@@ -55,6 +55,8 @@ APPLIED = "pdfleet.dev/applied"
 QUIET_S = 60.0
 BUSY_S = 5.0
 """When to look again where nothing, or something, is awaited: deadlines make no events of their own."""
+_KUBERNETES_OWN = ("foregroundDeletion", "orphan")
+"""Finalizers that Kubernetes takes away itself."""
 KEPT = 5
 """Revisions that are remembered."""
 
@@ -100,13 +102,22 @@ class _Draft:
 def plan(observed: Observed, now: float) -> Plan:
     """`now`: seconds since 1970, as in the stamps of Kubernetes."""
     fleet = observed.fleet
-    if "deletionTimestamp" in fleet["metadata"]:
-        return Plan((), QUIET_S)  # Owner references see to the rest.
-    before = read_status(fleet)
+    before, meta = read_status(fleet), fleet["metadata"]
+    if "deletionTimestamp" in meta:
+        # Owner references see to the rest, once it has gone.
+        holding = [one for one in meta.get("finalizers", []) if one not in _KUBERNETES_OWN]
+        if holding and now > seconds(meta["deletionTimestamp"]) + OVERDUE_S:
+            said = (
+                "the fleet was deleted, and runs on as it is until its finalizers are taken away: "
+                f"{', '.join(holding)}"
+            )
+            return _as_it_is(fleet, before, "StuckTerminating", said, now)
+        return Plan((), QUIET_S)
     try:
         spec = read_spec(fleet)
     except ValueError as error:
-        return _unreadable(fleet, before, str(error), now)
+        # The API server refuses such a spec, unless its CRD is of another version: what runs stays as it is.
+        return _as_it_is(fleet, before, "InvalidSpec", str(error), now)
     scene, draft = Scene.of(observed, now), _Draft()
     renderer = Renderer(fleet, spec)
     pools = {
@@ -369,12 +380,12 @@ def _forget(draft: _Draft, scene: Scene, kept: Iterable[str]) -> None:
         draft.actions.append(Remove(REVISIONS, record, f"{KEPT} revisions are remembered"))
 
 
-def _unreadable(fleet: Object, before: FleetStatus, said: str, now: float) -> Plan:
-    """The API server refuses such a spec, unless its CRD is of another version: what runs stays as it is."""
+def _as_it_is(fleet: Object, before: FleetStatus, reason: str, said: str, now: float) -> Plan:
+    """Nothing is done but told why."""
     conditions = Conditions(fleet, before, now)
     for one in before.conditions:
         conditions.add(one.type, one.status == "True", one.reason, one.message)
-    conditions.add("Degraded", True, "InvalidSpec", said)
+    conditions.add("Degraded", True, reason, said)
     status = msgspec.structs.replace(
         before,
         observed_generation=int(fleet["metadata"].get("generation", 0)),

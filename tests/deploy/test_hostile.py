@@ -390,6 +390,23 @@ def test_what_was_deleted_and_is_held_by_a_finalizer_is_told_and_made_again_when
     play(story)
 
 
+def test_a_fleet_that_was_deleted_and_is_held_by_a_finalizer_says_so() -> None:
+    async def story(s: Scene) -> None:
+        s.create()
+        await s.settle()
+        path, held = FLEETS.path("default", "demo"), {"metadata": {"finalizers": ["example.com/held"]}}
+        s.store.handle("PATCH", path, {}, held, MERGE)
+        s.store.handle("DELETE", path, {}, None, "")
+        await s.until(lambda: s.condition("Degraded")["reason"] == "StuckTerminating", 200)
+        assert "example.com/held" in s.condition("Degraded")["message"]
+        assert s.condition("Available")["status"] == "True"
+        await quiet(s)
+        s.store.handle("PATCH", path, {}, {"metadata": {"finalizers": None}}, MERGE)
+        await s.until(lambda: not s.store.all("deployments"))
+
+    play(story)
+
+
 def test_a_pod_that_no_set_has_holds_nothing_up() -> None:
     """Made by hand with a worker's labels, or taken out of its set by a label, to be looked into."""
 
