@@ -213,6 +213,41 @@ def test_those_that_become_late_one_by_one_do_not_have_all_looked_at_each_time()
     assert count <= moved <= 100 * count
 
 
+@pytest.mark.parametrize("tenants", [1, 16])
+@pytest.mark.parametrize("happens", ["one comes", "one goes", "one leaves", "time passes"])
+def test_of_two_thousand_who_wait_few_are_looked_at_each_time(happens: str, tenants: int) -> None:
+    """Half of them cannot be in time. Counted in calls: all of them once are more than four thousand."""
+    desk, calls, events = Desk(max_queued=4096), 0, 400
+
+    def comes() -> None:
+        of = terms(replace(HIGH, ttft_ms=20_000 + 37 * desk.count % 40_000), f"t{desk.count % tenants}")
+        desk.arrive(of, replace(FULL, tokens=100 + 53 * desk.count % 400))
+
+    def watch(frame: object, event: str, function: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for _ in range(2048):
+        comes()
+    desk.next(FULL)
+    sys.setprofile(watch)
+    try:
+        for number in range(events):
+            match happens:
+                case "one comes":
+                    comes()
+                case "one leaves":
+                    desk.admission.leave(RequestId(f"r{5 * number + 1}"))
+                case "time passes":
+                    desk.now += 0.01
+            desk.next(ROOM if happens == "one goes" else FULL)
+    finally:
+        sys.setprofile(None)
+    assert desk.refused == []
+    assert desk.admission.queued >= 2048 - events
+    assert calls <= 600 * events
+
+
 def test_tenants_get_their_shares_whoever_asks_for_more() -> None:
     desk = Desk()
     for _ in range(90):
@@ -532,7 +567,8 @@ class Queue(RuleBasedStateMachine):
             elif not of.sheddable:
                 assert desk.admission.queued == 14, "refused with a place in the queue"
             self.look()
-            self.nobody_steps_back_needlessly(asks)
+            if id in self.queued:
+                self.nobody_steps_back_needlessly(asks)
 
     @precondition(lambda self: self.queued)
     @rule(turns=st.integers(0, 3), after_s=st.sampled_from([0.0, 0.1, 0.5, 3.0]))
