@@ -149,11 +149,9 @@ class Load:
         *,
         times: float = 1.0,
         pressure: tuple[float, float] = (1.0, 1.0),
-        queues: bool = True,
     ) -> Needs | str:
         """For `times` what is expected in `ahead_s`; `pressure`: how many times more each pool is found to
-        need than the model says. Without `queues`: what has piled up is not regarded. A text: why that is not
-        known."""
+        need than the model says. A text: why that is not known."""
         settings = self._settings
         level = self.arrivals.level
         if level is None:
@@ -177,13 +175,11 @@ class Load:
         if speed is not None:
             service_s = prompt * fresh / speed
             scv, wait_s = self._patience(service_s, prompt, ttft_s)
-            backlog = 0.0
-            if queues:
-                queued = _queued(seen)
-                if not self.waits_for_decode(seen, capacity):
-                    queued += seen.asked.waiting_tokens * fresh
-                usual = _QUEUE_S * speed * max(1, seen.prefill.ready)
-                backlog = max(0.0, times * queued - usual)
+            queued = _queued(seen)
+            if not self.waits_for_decode(seen, capacity):
+                queued += seen.asked.waiting_tokens * fresh
+            usual = _QUEUE_S * speed * max(1, seen.prefill.ready)
+            backlog = max(0.0, times * queued - usual)
             anew = rate * service_s
             # By the time another worker serves, those there and those under way will have done part of it.
             spare = max(0.0, seen.prefill.wanted - pressure[0] * anew)
@@ -201,9 +197,14 @@ class Load:
             return Needs(prefill, many, f"{prefill_why}; decode {many} as before: none has shown its speed")
         # Too many at a time are slow, and slow ones are many: as many as there would be at that speed.
         there = (self._progress or 0.0) / max(1.0, (self._step_s or decode.step_s) / decode.step_s)
-        if self.waits_for_decode(seen, capacity):
-            there += min(seen.asked.waiting, there)
-        sequences = max(likely * rate * answer * decode.step_s, times * there if queues else 0.0)
+        lasts_s = answer * decode.step_s
+        anew = rate * lasts_s
+        # As of prompts: those there and those under way have places for some of those that wait by then.
+        waiting = times * seen.asked.waiting if self.waits_for_decode(seen, capacity) else 0.0
+        spare = max(0.0, seen.decode.wanted * decode.batch - pressure[1] * anew)
+        left_s = max(0.0, waiting * lasts_s - spare * ahead_s)
+        piled_up = min(left_s / _DRAIN_S, _MOST_BACKLOG * anew + decode.batch)
+        sequences = max(likely * anew, anew + piled_up, times * there)
         sequences *= pressure[1]
         many = decode_workers(sequences, decode.batch, late)
         why = (

@@ -116,10 +116,18 @@ def test_a_rise_that_begins_after_quiet_minutes_is_foreseen_while_it_is_young() 
 
 
 def needs(
-    ticks: int, arrived: int, prompt: int, answer: int, *, step: tuple[float, float] = (0.01, 0.001)
+    ticks: int,
+    arrived: int,
+    prompt: int,
+    answer: int,
+    *,
+    step: tuple[float, float] = (0.01, 0.001),
+    waiting: int = 0,
+    wanted: int = 2,
 ) -> Needs:
     """Of the same asked for so many times five seconds, and nothing before; steps take so long, and each
-    sequence in them."""
+    sequence in them. So many wait at routers while prefill workers have room, and so many decode workers are
+    there or under way, of which another one would serve in a minute."""
     capacity, load = Capacity(warm_up_s=0.0), Load(PlannerSettings())
     for batch in np.linspace(1.0, 20.0, 100):
         capacity.learn(prefill(1000.0))
@@ -128,13 +136,15 @@ def needs(
         )
     asked = Asked(
         5.0, arrived, arrived * prompt, float(arrived) * prompt * prompt, arrived, arrived * prompt, 0,
-        arrived * answer, 0, 0, 0, 0, 0, {"standard": ClassSeen(5000.0, 90.0, arrived, arrived, 0, 0, 0)},
+        arrived * answer, 0, waiting, waiting * prompt, 0, 0,
+        {"standard": ClassSeen(5000.0, 90.0, arrived, arrived, 0, 0, 0)},
     )  # fmt: skip
-    pool = PoolSeen(2, 2, 0, 0, 0.0)
-    seen = Observation(Mode.ACT, 20, pool, pool, asked, Ages(0.0, 0.0, 0.0), ())
+    pools = PoolSeen(2, 2, 0, 0, 0.0), PoolSeen(wanted, 1, wanted - 1, 0, 0.0)
+    workers = (WorkerSeen("d", "decode", 100.0, True, running=10),)
+    seen = Observation(Mode.ACT, 20, *pools, asked, Ages(0.0, 0.0, 0.0), workers)
     for tick in range(1, ticks + 1):
         load.add(seen, 5.0 * tick)
-    found = load.needs(seen, capacity, 0.0)
+    found = load.needs(seen, capacity, 60.0)
     assert isinstance(found, Needs)
     return found
 
@@ -147,6 +157,14 @@ def test_of_what_is_known_of_few_as_many_are_had_as_there_may_likely_be() -> Non
 def test_a_decode_worker_is_not_taken_to_hold_what_no_router_gives_it() -> None:
     """Of the simulator's workers: at 1.5 requests a second one of them lets 7.5 % miss, two let 1.8 %."""
     assert needs(60, 8, 800, 75, step=(0.03, 0.003)).decode == 2
+
+
+def test_who_waits_for_a_place_that_is_under_way_calls_for_no_other_one() -> None:
+    """Three workers would have begun with all of them before a fourth serves; one would not."""
+    few = needs(60, 8, 800, 75, step=(0.03, 0.003), wanted=3)
+    many = needs(60, 8, 800, 75, step=(0.03, 0.003), waiting=60, wanted=3)
+    assert (few.decode, many.decode) == (2, 2)
+    assert needs(60, 8, 800, 75, step=(0.03, 0.003), waiting=200, wanted=1).decode == 3
 
 
 def test_a_mean_forgets_by_time_and_not_with_few() -> None:
