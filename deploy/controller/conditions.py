@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploy.controller.pods import OVERDUE_S, Trouble, condition, seconds, trouble
+from deploy.controller.pods import OVERDUE_S, UNSCHEDULED_S, Trouble, condition, seconds, trouble
 from deploy.controller.render import DEPLOYMENTS, GROUPS, MONITORS, ROLES
 from deploy.controller.resource import Condition, FleetSpec, FleetStatus, PoolCount
 from deploy.controller.rollout import Step
@@ -54,9 +54,10 @@ def judge(
     failed_reason: str,
     why_late: str,
     target: str,
+    progressed: str,
     now: float,
 ) -> None:
-    """The conditions."""
+    """The conditions. `progressed`: when the last worker got ready that is waited for; empty: none is."""
     decode = counts["decode"]
     if decode.wanted == 0:
         conditions.add("Available", False, "ScaledToZero", "no decode worker is wanted: nobody can answer")
@@ -92,7 +93,7 @@ def judge(
             else ""
         )
         conditions.add("Progressing", True, reason, f"{step.why}; {numbers}{blind}")
-    troubles = _troubles(observed, scene, now)
+    troubles = _troubles(observed, scene, progressed, now)
     missing = [kind for kind in sorted(observed.absent) if _needs(spec, kind)]
     causes: list[tuple[str, str]] = []
     if troubles:
@@ -125,7 +126,7 @@ def judge(
         conditions.add("RolledBack", False, "AsExpected", "")
 
 
-def _troubles(observed: Observed, scene: Scene, now: float) -> dict[Trouble, list[str]]:
+def _troubles(observed: Observed, scene: Scene, progressed: str, now: float) -> dict[Trouble, list[str]]:
     """Whose they are: names of pods, and of sets whose pods the API server does not take."""
     found: dict[Trouble, list[str]] = {}
     for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"])):
@@ -136,6 +137,15 @@ def _troubles(observed: Observed, scene: Scene, now: float) -> dict[Trouble, lis
         failure = condition(live, "ReplicaFailure") if kind == DEPLOYMENTS.kind else {}
         if failure.get("status") == "True":
             found.setdefault(Trouble("PodsRefused", str(failure.get("message", ""))), []).append(name)
+    late = progressed and now - seconds(progressed) > UNSCHEDULED_S
+    for (role, revision), live in sorted(scene.sets.items()):
+        groups = live["spec"].get("replicas", 1) if live["kind"] == GROUPS.kind else 0
+        if groups and late and not scene.of_set(role, revision):
+            # Of a quota, a policy or a name that is too long only its StatefulSets tell, by events.
+            said = (
+                "no pod of it is made: `kubectl describe leaderworkerset,statefulset` says why, if LWS runs"
+            )
+            found.setdefault(Trouble("PodsRefused", said), []).append(live["metadata"]["name"])
     for (kind, name), live in sorted(scene.leaving.items()):
         meta = live["metadata"]
         if now > seconds(meta["deletionTimestamp"]) + OVERDUE_S:

@@ -187,6 +187,7 @@ def plan(observed: Observed, now: float) -> Plan:
         failed_reason,
         why_failed,
         target,
+        rollout.progressed,
         now,
     )
     draft.actions = [

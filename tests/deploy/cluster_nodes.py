@@ -249,7 +249,7 @@ class Workloads:
         if groups:
             have = {pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/group-index"] for pod in there}
             for number in range(want):
-                if str(number) not in have:
+                if str(number) not in have and not self.refuses(template):
                     for index in range(size):
                         self._make(one, template, group=number, index=index)
             for pod in there:

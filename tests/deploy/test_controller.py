@@ -431,6 +431,31 @@ def test_workers_of_several_nodes_are_groups() -> None:
     play(story)
 
 
+def test_groups_of_which_no_pod_is_made_are_told() -> None:
+    """A quota or a policy shows at their StatefulSets only, which are not the controller's to see."""
+
+    async def story(s: Scene) -> None:
+        s.workloads.refuses = lambda pod: "exceeded quota"
+        s.create(decode={"replicas": 2, "nodes": 2})
+        await s.until(lambda: "LeaderWorkerSet" in str(s.store.all("leaderworkersets")))
+        (group,) = s.store.all("leaderworkersets")
+        said = f"{group['metadata']['name']}: PodsRefused: no pod of it is made"
+        await s.until(lambda: said in s.condition("Degraded")["message"])
+        s.workloads.refuses = lambda pod: ""
+        await s.settle()
+        fine = s.condition("Degraded")
+        assert fine["status"] == "False"
+        # Those that were none for a while are not told of at once when they are to be some again.
+        for count in (0, 3):
+            s.change(decode={"replicas": count})
+            await s.until(lambda count=count: s.ready("decode") == 2 * count)  # type: ignore[misc]
+            await s.settle()
+            assert s.condition("Degraded")["lastTransitionTime"] == fine["lastTransitionTime"]
+            await asyncio.sleep(300)
+
+    play(story)
+
+
 def test_a_cluster_without_a_kind_says_so_and_the_rest_works() -> None:
     async def go() -> None:
         async with scene(kinds=()) as s:
