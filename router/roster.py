@@ -202,7 +202,7 @@ class Roster:
             return f"no worker serves {model}" + "".join(f"; {w}: {why}" for w, why in self.refused.items())
         usable = [worker for worker in known if worker.usable]
         if usable:
-            return f"{model} has {len(usable)} prefill workers and no decode worker that is ready"
+            return f"{model} has no decode worker that is ready, only {len(usable)} for prefill"
         states = ", ".join(
             f"{worker.id} is {worker.card.state} with its session {worker.link}" for worker in known[:4]
         )

@@ -179,10 +179,15 @@ def _plan(said: Mapping[str, Any]) -> list[RenderableType]:
     each = f"{best['gpus_per_worker']} {said['gpu']} each"
     steps = f"steps of {best['step_tokens']}"
     if best["prefill"]:
-        told = f"{best['prefill']} prefill workers ({steps}) and {best['decode']} decode workers, {each}"
+        prefill, decode = (_many(best[role], f"{role} worker") for role in ("prefill", "decode"))
+        told = f"{prefill} ({steps}) and {decode}, {each}"
     else:
-        told = f"{best['decode']} aggregated workers ({steps}), {each}"
+        told = f"{_many(best['decode'], 'aggregated worker')} ({steps}), {each}"
     return [Text(told, style="bold green"), Text(said["why"])]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _shape(trial: Mapping[str, Any]) -> str:

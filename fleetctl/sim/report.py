@@ -136,8 +136,8 @@ def table(said: Mapping[str, Any]) -> RenderableType:
         lines.append("missed by " + ", ".join(f"{reason} {count}" for reason, count in missed.items()))
     if scaled := said.get("scaling"):
         lines.append(
-            f"{scaled['worker_hours']:.2f} worker hours; the planner changed the counts {scaled['changes']} "
-            f"times, {scaled['turns']} workers changed their role"
+            f"{scaled['worker_hours']:.2f} worker hours; changes of the counts by the planner: "
+            f"{scaled['changes']}, of a worker's role: {scaled['turns']}"
         )
     total_s, sent = said["seconds"]["total"], said["requests"]["sent"]
     lines.append(f"{sent:,} requests, {total_s:,.0f} s of the fleet's time in {said['cpu_s']:,.1f} s")

@@ -39,7 +39,7 @@ def test_only_ready_workers_with_a_session_are_candidates() -> None:
     assert usable(made) == set()
     assert "d1 is ready with its session opening" in (made.why_not("m") or "")
     made.apply_link(P1.id, P1.incarnation, LinkState.UP)
-    assert made.why_not("m") == "m has 1 prefill workers and no decode worker that is ready"
+    assert made.why_not("m") == "m has no decode worker that is ready, only 1 for prefill"
     made.apply_link(D1.id, D1.incarnation, LinkState.UP)
     assert usable(made) == {"p1", "d1"}
     assert made.why_not("m") is None
