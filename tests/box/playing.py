@@ -142,7 +142,7 @@ async def _play(schedule: Schedule, outcome: Outcome) -> None:
             outcome.counters.update(router.router.flow.counters)
             outcome.counters.update(router.router.counters)
             for record in router.router.flow.records.ended:
-                game.trace.append((record.as_dict(),))
+                game.trace.append((record.as_dict(loop.time()),))
         for worker in box.workers.values():
             outcome.counters.update(worker.load().counters)
     finally:
