@@ -107,7 +107,7 @@ def going_on(what: str) -> Iterator[None]:
     """Around waiting for what goes on without whoever waits: says so where that is interrupted."""
     try:
         yield
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         raise Unavailable(f"interrupted: {what}; `fleetctl status` shows how far it is") from None
 
 

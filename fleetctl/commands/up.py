@@ -18,7 +18,7 @@ import click
 
 from fleet.errors import FleetError, Unavailable
 from fleet.targets import MOST_BUDGET, MOST_WORKERS, Desired, Mode
-from fleetctl.options import Target, fleet_options
+from fleetctl.options import Target, fleet_options, going_on
 from fleetctl.state import StateFolder, alive
 from fleetctl.words import WORKERS, Kind
 
@@ -325,7 +325,9 @@ def down(target: Target, now: bool, limit: float) -> None:
         _wait(lambda: _leaving(folder) or not alive(state.pid, state.born), 5.0)
         with suppress(ProcessLookupError):
             os.kill(state.pid, signal.SIGTERM)
-    if not _wait(lambda: not alive(state.pid, state.born), limit):
+    with going_on(f"fleet {target.fleet} drains all the same"):
+        gone = _wait(lambda: not alive(state.pid, state.born), limit)
+    if not gone:
         left = folder.read()
         names = ", ".join(child.name for child in left.children) if left else "its supervisor"
         raise Unavailable(

@@ -375,34 +375,34 @@ def test_who_waits_for_counts_hears_that_others_want_others(start: Callable[...,
     assert fleet.end() == 0
 
 
-def test_who_stops_waiting_hears_what_stays_wanted(start: Callable[..., Fleet]) -> None:
+def test_who_stops_waiting_hears_what_goes_on(start: Callable[..., Fleet]) -> None:
     fleet = start(decode=2)
     fleet.line("fleet +ready")
     for name in fleet.pids("decode"):
         (fleet.control / f"{name}.busy").touch()
     asked = fleet.run("drain", next(iter(fleet.pids("decode"))), "--dry-run")
     assert (asked["dry_run"], asked["state"]) == (True, "ready")
-    command = [
-        sys.executable,
-        "-m",
-        "fleetctl",
-        "scale",
-        "decode=1",
-        "--wait",
-        "--state-dir",
-        str(fleet.folder.path),
-    ]
+    said = _interrupted(fleet, "scale", "decode=1", "--wait")
+    assert "interrupted: set decode 2 → 1, and that stays; `fleetctl status` shows" in said
+    assert fleet.run("scale", "decode=1", "--dry-run")["before"] == {"prefill": 1, "decode": 1}
+    assert "interrupted: fleet default drains all the same" in _interrupted(fleet, "down")
+    for busy in fleet.control.glob("*.busy"):
+        busy.unlink()
+    assert fleet.ended() == 0
+
+
+def _interrupted(fleet: Fleet, *arguments: str) -> str:
+    """What a command says that is interrupted after its first word."""
+    command = [sys.executable, "-m", "fleetctl", *arguments, "--state-dir", str(fleet.folder.path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stderr is not None
-        assert "decode" in waiting.stderr.readline(), "it says how far it is"
+        assert waiting.stderr.readline(), "it says what it is at"
+        if arguments == ("down",):
+            fleet.line("the fleet goes down")
         waiting.send_signal(signal.SIGINT)
         said = waiting.stderr.read()
         assert waiting.wait(FAILS_AFTER_S) == 1
-    assert "interrupted: set decode 2 → 1, and that stays; `fleetctl status` shows" in said
-    for busy in fleet.control.glob("*.busy"):
-        busy.unlink()
-    assert fleet.run("scale", "decode=1", "--wait")["before"] == {"prefill": 1, "decode": 1}
-    assert fleet.end() == 0
+    return said
 
 
 def test_of_changes_at_the_same_time_each_says_what_it_changed(start: Callable[..., Fleet]) -> None:
