@@ -81,6 +81,8 @@ def scale(
     """
     if counts is not None and (budget is not None or advise):
         raise click.UsageError("--budget and --advise go with auto: fleetctl scale auto --budget 8")
+    if context and kubernetes is None:
+        raise click.UsageError("--context goes with --kubernetes NAMESPACE/NAME")
     if kubernetes is not None:
         from fleetctl.cluster_scale import Wish, scale_in_cluster
 

@@ -168,9 +168,11 @@ def _estimates(said: Mapping[str, Any]) -> RenderableType:
 
 
 def _crossing(said: Mapping[str, Any]) -> RenderableType:
-    made = lean_table("GPUs by the work alone", *(f"{row['rate']:.3g}/s" for row in said["crossing"]))
+    rates = [row["rate"] for row in said["crossing"]]
+    titles = (f"{one:{'.2g' if one < 10 else '.0f'}}" for one in rates)
+    made = lean_table("requests/s (work alone)", *titles)
     for name in ("apart", "aggregated"):
-        made.add_row(name, *(str(row.get(name, "–")) for row in said["crossing"]))
+        made.add_row(f"GPUs {name}", *(str(row.get(name, "–")) for row in said["crossing"]))
     return made
 
 

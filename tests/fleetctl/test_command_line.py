@@ -87,6 +87,7 @@ def test_down_of_no_fleet_is_done_already(tmp_path: Path) -> None:
         (["scale", "decode"], "decode=NUMBER"),
         (["scale", "encode=1"], "encode=1"),
         (["scale", "decode=1", "decode=2"], "twice"),
+        (["scale", "decode=1", "--context", "there"], "--kubernetes"),
         (["role", "prefill-a"], "prefill|decode"),
         (["role", "prefill-a", "encode"], "encode"),
         (["up", "--decode", "0"], "decode"),

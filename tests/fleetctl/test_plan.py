@@ -214,11 +214,13 @@ def test_the_command_says_it_as_one_object_and_within_80_columns() -> None:
     assert said["plan"]["gpus"] >= 1
     assert 0.2 < said["demand"]["cached_share"] < 0.6
     assert said["demand"]["prompt_tokens"] == pytest.approx(2000 * math.exp(0.125), rel=0.2)
-    console = Console(width=80, file=io.StringIO())
-    with console.capture() as shown:
-        console.print(table(said))
-    assert "GPUs by the work alone" in shown.get()
-    assert "…" not in shown.get(), "nothing is cut"
+    for rate in (0.0987, 0.987, 6.0, 123.4):
+        said["crossing"] = [{**row, "rate": rate * 2**n} for n, row in enumerate(said["crossing"], -3)]
+        console = Console(width=80, file=io.StringIO())
+        with console.capture() as shown:
+            console.print(table(said))
+        assert "requests/s (work alone)" in shown.get()
+        assert "…" not in shown.get(), "nothing is cut"
 
 
 @pytest.mark.parametrize(
