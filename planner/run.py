@@ -82,10 +82,10 @@ class Planner:
                 tasks.create_task(self._follow_demand(demand))
                 tasks.create_task(self._follow_loads(loads))
                 while True:
+                    await self._pause()  # Before the first decision, too: it has heard nothing yet.
                     token = election.token
                     fence = None if token is None else Fence(leader_key(self._fleet), token)
                     await self._decide(fence)
-                    await self._pause()
         finally:
             await election.close()
             await lease.close()

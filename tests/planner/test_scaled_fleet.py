@@ -100,6 +100,7 @@ def test_to_zero_and_back_while_requests_wait_at_the_router(tmp_path: Path) -> N
     # And every decision of it comes out the same again.
     assert replayed(str(file)) == 0
     assert len(file.read_text().splitlines()) > 50
+    assert "data is missing" not in file.read_text(), "nothing is decided before anything was heard"
 
 
 def test_a_simulation_with_a_planner_finds_the_same_twice() -> None:
