@@ -28,7 +28,7 @@ from fleetctl.commands.top import top
 from fleetctl.commands.up import down, up
 
 EPILOG = """Exit codes: 0 done, 1 failed (the error says what to do next), 2 wrong usage.
-Every command takes --json."""
+Every command takes --json, and every one that changes something --dry-run."""
 
 
 class InOrder(click.Group):

@@ -57,6 +57,11 @@ class Target:
         click.echo(json.dumps(fields) if self.as_json else text)
 
 
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
+"""Of every command that changes something. What it says is computed as it is without; the object of `--json`
+says in `dry_run` which of both it is."""
+
+
 def fleet_options(etcd: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds `--fleet`, `--state-dir`, `--json` and `--etcd`; the command gets a `Target` first."""
 

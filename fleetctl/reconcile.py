@@ -173,6 +173,17 @@ def _close(children: Sequence[Child], closing: Closing, actions: list[Action]) -
             return
 
 
+def first_starts(desired: Desired, policy: Policy) -> list[Kind]:
+    """Which processes a fleet that has none starts, in order: what `decide` wants where each start is a
+    success."""
+    children: list[Child] = []
+    while actions := decide(desired, children, 0.0, policy).actions:
+        for action in actions:
+            assert isinstance(action, Start), "nobody is to end who has just started"
+            children.append(Child(f"{action.kind}-{len(children)}", action.kind, Phase.READY, 0.0))
+    return [child.kind for child in children]
+
+
 def settled(desired: Desired, children: Sequence[Child]) -> bool:
     """Whether every child that is wanted is ready, and none is on its way out."""
     if any(child.phase is not Phase.READY for child in children):

@@ -59,7 +59,7 @@ class StateFolder:
     def held(self) -> bool:
         """Whether a supervisor holds the lock now."""
         try:
-            with self._lock.open("a") as file:
+            with self._lock.open("r+") as file:  # "a" would make one
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -124,13 +124,17 @@ class StateFolder:
         starts = [index for index, line in enumerate(lines) if line.startswith(MARK)]
         return lines[starts[-1] + 1 if starts else 0 :][-count:]
 
+    def orphans(self) -> list[ChildRecord]:
+        """What a supervisor that was killed left behind; those of one that lives while it does."""
+        state = self.read()
+        return [child for child in state.children if alive(child.pid, child.born)] if state else []
+
     def clear_orphans(self, limit_s: float = 5.0) -> list[ChildRecord]:
-        """Ends what a supervisor that was killed left behind; call with the lock held.
+        """Ends the orphans; call with the lock held.
 
         Kills only a process that is proven to be the recorded one: same pid, same boot, same start.
         """
-        state = self.read()
-        orphans = [child for child in state.children if alive(child.pid, child.born)] if state else []
+        orphans = self.orphans()
         for child in orphans:
             assert child.pid is not None
             with contextlib.suppress(ProcessLookupError):

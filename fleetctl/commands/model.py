@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fleet.errors import FleetError
-from fleetctl.options import fail
+from fleetctl.options import DRY_RUN, fail
 
 if TYPE_CHECKING:
-    from fleet.model_files import ModelFiles
+    from fleet.model_files import ModelFiles, ModelPlan
 
 
 @click.group()
@@ -21,15 +21,43 @@ def model() -> None:
 
 @model.command("fetch")
 @click.argument("name")
+@DRY_RUN
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def fetch_command(name: str, as_json: bool) -> None:
+def fetch_command(name: str, dry_run: bool, as_json: bool) -> None:
     """Bring model NAME: smollm2, a Hugging Face owner/name, a folder or a .gguf file."""
     try:
-        files = fetch(name)
+        if dry_run:
+            from fleet.model_files import look
+
+            plan = look(name)
+            said, text = plan_fields(plan), plan_text(plan)
+        else:
+            files = fetch(name)
+            said = {"name": files.name, "folder": str(files.folder)}
+            text = f"{files.name} is at {files.folder}"
     except FleetError as error:
         fail(error, as_json)
-    said = {"name": files.name, "folder": str(files.folder)}
-    click.echo(json.dumps(said) if as_json else f"{files.name} is at {files.folder}")
+    click.echo(json.dumps({**said, "dry_run": dry_run}) if as_json else text)
+
+
+def plan_fields(plan: ModelPlan) -> dict[str, Any]:
+    return {
+        "name": plan.name,
+        "folder": str(plan.folder),
+        "source": plan.source,
+        "there": plan.there,
+        "bytes": plan.size,
+    }
+
+
+def plan_text(plan: ModelPlan) -> str:
+    if plan.there:
+        return f"it is at {plan.folder} already"
+    from rich.filesize import decimal
+
+    size = "of unknown size" if plan.size is None else decimal(plan.size)
+    how = f"convert {plan.source}" if plan.size == 0 else f"fetch {plan.source}, {size},"
+    return f"would {how}\n  to {plan.folder}"
 
 
 def fetch(name: str) -> ModelFiles:

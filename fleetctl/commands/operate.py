@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleet.errors import BadRequest, FleetError, NotFound, Unavailable
-from fleetctl.options import Target, complete_workers, fleet_options, going_on
+from fleetctl.options import DRY_RUN, Target, complete_workers, fleet_options, going_on
 from fleetctl.words import WORKERS, FleetPicture, Phase
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _LIMIT = click.option(
     help="Seconds after which requests that still run there are moved to other workers.",
 )
 
-_DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
 _FORCE = click.option("--force", is_flag=True, help="Also where no decode worker would be left.")
 
 
@@ -34,7 +33,7 @@ _FORCE = click.option("--force", is_flag=True, help="Also where no decode worker
 @fleet_options()
 def status(target: Target) -> None:
     """Show workers, router and servers: state, load and KV in use."""
-    picture = asyncio.run(_look(target))
+    picture = asyncio.run(look(target))
     if target.as_json:
         target.say("", **status_fields(picture))
         return
@@ -43,7 +42,7 @@ def status(target: Target) -> None:
     terminal().print(draw(picture))
 
 
-async def _look(target: Target) -> FleetPicture:
+async def look(target: Target) -> FleetPicture:
     etcd = target.etcd()
     from fleetctl.connect import connected
     from fleetctl.picture import take_picture
@@ -96,7 +95,7 @@ async def wait_ended(target: Target, name: str, limit_s: float) -> None:
 @click.argument("worker", metavar="ID", shell_complete=complete_workers)
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker has left.")
-@_DRY_RUN
+@DRY_RUN
 @_FORCE
 @_LIMIT
 def drain(target: Target, worker: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:
@@ -168,7 +167,7 @@ async def _wait_gone(registry: Registry, fleet: str, worker: str, incarnation: s
 @click.argument("to", metavar="prefill|decode", type=click.Choice([str(kind) for kind in WORKERS]))
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the worker serves in its new role.")
-@_DRY_RUN
+@DRY_RUN
 @_FORCE
 @_LIMIT
 def role(target: Target, worker: str, to: str, wait: bool, dry_run: bool, force: bool, limit: float) -> None:

@@ -13,7 +13,7 @@ import click
 from fleet.errors import BadRequest, Unavailable
 from fleet.targets import MOST_BUDGET, Desired, Mode
 from fleetctl.machine import memory
-from fleetctl.options import Target, fleet_options, going_on
+from fleetctl.options import DRY_RUN, Target, fleet_options, going_on
 from fleetctl.reconcile import victims
 from fleetctl.words import WORKERS, Child, FleetPicture, FleetState, Kind, Phase
 
@@ -51,7 +51,7 @@ def _counts(
 @click.argument("counts", nargs=-1, required=True, callback=_counts, metavar="prefill=N decode=M | auto")
 @fleet_options()
 @click.option("--wait", is_flag=True, help="Return when the fleet is as wanted and nobody leaves any more.")
-@click.option("--dry-run", is_flag=True, help="Say what would happen, and change nothing.")
+@DRY_RUN
 @click.option(
     "--budget", type=click.IntRange(1, MOST_BUDGET), help="Most workers that the planner may want. With auto."
 )

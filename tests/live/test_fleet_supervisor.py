@@ -204,13 +204,22 @@ def test_up_scale_drain_crash_and_down(start: Callable[..., Fleet]) -> None:
     assert fleet.run("scale", "decode=2", "--wait")["settled"]
     assert fleet.pids("decode") == workers
 
-    # Down: the router first, etcd last, and nobody stays.
+    # Looked at before: nobody ends for it, and one that is up is not started again.
     everybody = fleet.pids()
+    (fleet.control / f"{three}.load").write_text("4")
+    looked = {row["name"]: row for row in fleet.run("down", "--dry-run")["end"]}
+    assert {name: row["pid"] for name, row in looked.items()} == everybody
+    assert looked[three]["running"] == 4
+    assert "is up already" in fleet.run("up", "--dry-run", code=1)["error"]["message"]
+    assert fleet.pids() == everybody
+
+    # Down: the router first, etcd last, and nobody stays.
     assert fleet.run("down")["was_up"]
     assert fleet.ended() == 0
     gone = [line.split()[1] for line in fleet.lines if " gone " in line][-len(everybody) :]
-    assert gone[0] == "router"
-    assert gone[-2:] == ["nats", "etcd"]
+    for order in (gone, [*looked]):
+        assert order[0] == "router"
+        assert order[-2:] == ["nats", "etcd"]
     assert not any(alive_pid(pid) for pid in everybody.values())
     assert fleet.folder.read() is None
     assert fleet.run("down")["was_up"] is False
@@ -564,7 +573,7 @@ def test_detached_returns_when_ready_and_the_fleet_stays(tmp_path: Path) -> None
         return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     ready = json.loads(detach().stdout)
-    assert ready["ready"] is True
+    assert (ready["ready"], ready["dry_run"]) == (True, False)
     state = folder.read()
     assert state is not None
     assert (ready["pid"], ready["url"]) == (state.pid, f"{state.router}/v1")
