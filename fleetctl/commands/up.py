@@ -91,6 +91,7 @@ def up(
     if budget is not None and prefill + decode > budget:
         raise click.UsageError(f"--prefill {prefill} and --decode {decode} are more than --budget {budget}")
     flags = _flags(sets)
+    target.folder.check()
     desired = Desired(prefill, decode, Mode.ACT if auto else Mode.OFF, budget)
     if target.folder.held():
         with target.folder.locked():
@@ -341,7 +342,7 @@ def detach_until_ready(target: Target, command: list[str]) -> None:
     """
     from fleetctl.view import try_line
 
-    target.folder.path.mkdir(parents=True, exist_ok=True)
+    target.folder.make()
     own_log = target.folder.path / "detached.log"
     receive, send = os.pipe()
     with own_log.open("wb") as log:

@@ -139,6 +139,10 @@ def test_what_refuses_up_refuses_its_dry_run(tmp_path: Path) -> None:
         _, _, err = run("up", "--port", "0", "--model", "no-such-model", *dry, state=folder.path)
         assert "no-such-model" in err
         assert run("up", "--auto", "--budget", "1", *dry, state=folder.path)[0] == 2
+        (tmp_path / "file").write_bytes(b"")
+        _, _, err = run("up", "--port", "0", "--model", "latency", *dry, state=tmp_path / "file" / "state")
+        assert "file is no folder" in err
+        assert "--state-dir" in err
     assert not folder.path.exists()
     with folder.locked():
         for dry in ([], ["--dry-run"]):

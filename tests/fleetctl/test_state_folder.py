@@ -57,6 +57,16 @@ def test_a_second_supervisor_is_told_of_the_first(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    folder = StateFolder(tmp_path / "file" / "blue")
+    for tried in (folder.check, folder.make, folder.locked().__enter__):
+        with pytest.raises(Unavailable, match=r"kept in .*file/blue: .*--state-dir"):
+            tried()
+    StateFolder(tmp_path / "new" / "blue").check()
+    assert not (tmp_path / "new").exists()
+
+
 def test_orphans_are_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     folder = StateFolder(tmp_path)
     folder.write(state(record(sleeper.pid, born(sleeper.pid))))
