@@ -137,9 +137,10 @@ def _weigh(
     spare: dict[str, int] = {}
     for role in ROLES:
         enough, why = _enough(role, seen, state, now)
-        # What was needed before it changed says nothing of what is needed now.
-        since = max(now - settings.turn_settle_s, state.load.changed_at)
-        spare[role] = max(0, wanted[role] - _most(state.pools[role].needs, since))
+        # What was needed before it changed says nothing of what is needed now, and neither does one look.
+        since, needs = max(now - settings.turn_settle_s, state.load.changed_at), state.pools[role].needs
+        known = needs[0][0] <= now - settings.turn_settle_s
+        spare[role] = max(0, wanted[role] - _most(needs, since)) if known else 0
         if goal[role] == wanted[role] and enough < wanted[role]:
             step = max(1, math.ceil(settings.most_step * wanted[role] / 2))
             goal[role] = max(enough, wanted[role] - step)

@@ -112,6 +112,14 @@ def test_a_shift_from_long_prompts_to_long_answers_turns_workers() -> None:
     assert fleet.attainment >= without.attainment
 
 
+def test_one_look_alone_turns_nobody() -> None:
+    """Who has only begun knows of one moment, which is not enough to take a worker away by."""
+    fleet = steady(5.0, prompt=lambda now: 4000.0, answer=lambda now: 60.0).start_with(2, 5).run(600.0)
+    known = next(now for now, plan in fleet.plans if plan.needs)
+    turned = next(now for now, plan in fleet.plans if plan.turns)
+    assert turned >= known + SETTINGS.turn_settle_s
+
+
 def changes(fleet: FluidFleet, since: float) -> list[tuple[float, Plan]]:
     """Plans that changed the counts, and how long after."""
     plans = [(now, plan) for now, plan in fleet.plans if now > since]
