@@ -157,12 +157,14 @@ def test_text_is_the_same_when_kv_goes_over_while_the_prompt_is_computed(
 ) -> None:
     async def main() -> None:
         async with box_of(folder, 1, REMOTE, 160, transport, apart=apart) as box:
-            number = LENGTHS.index(400)  # Three steps, of which the last one is short.
-            assert await ask_all(box, [prompts[number]]) == [reference[number]]
+            # One after another, of 3, 5 and 10 steps: something of them is pulled before the last step.
+            numbers = [LENGTHS.index(length) for length in (400, 700, 1500)]
+            for number in numbers:
+                assert await ask_all(box, [prompts[number]]) == [reference[number]]
             decode = box.workers["decode-0"].load().counters  # type: ignore[index]
-            assert decode["early_reservations"] == 1
+            assert decode["early_reservations"] == len(numbers)
             assert decode["pulled_early_blocks"] > 0
-            assert decode["pulled_tokens"] == 400
+            assert decode["pulled_tokens"] == 400 + 700 + 1500
             assert decode["pulls_recomputed"] == 0
 
     asyncio.run(main())
