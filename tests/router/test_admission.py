@@ -164,7 +164,9 @@ def test_other_tenants_take_no_more_of_the_time_than_they_wait_for() -> None:
     assert order == ["long", "short0", "short1", "short2", "short3"]
 
 
-def test_who_stepped_back_returns_when_what_was_before_it_has_gone_away() -> None:
+@pytest.mark.parametrize("newcomer", ["a", "b"])
+def test_who_stepped_back_returns_when_what_was_before_it_has_gone_away(newcomer: str) -> None:
+    """Behind a burst of higher priority, which then goes away, whoever comes since: its tenant or another."""
     desk = Desk()
     for number in range(20):
         desk.arrive(terms(replace(HIGH, ttft_ms=60_000)), replace(FULL, tokens=4000), id=f"burst{number}")
@@ -174,22 +176,7 @@ def test_who_stepped_back_returns_when_what_was_before_it_has_gone_away() -> Non
     for number in range(20):
         desk.admission.leave(RequestId(f"burst{number}"))
     for number in range(10):
-        desk.arrive(terms(replace(low, ttft_ms=4000 + number)), id=f"new{number}")
-    assert desk.drain()[0] == "old"
-
-
-def test_who_stepped_back_returns_though_only_others_have_come_since() -> None:
-    """One request of a tenant behind a burst of higher priority, which then goes away; others keep coming."""
-    desk = Desk()
-    for number in range(20):
-        desk.arrive(terms(replace(HIGH, ttft_ms=60_000)), replace(FULL, tokens=4000), id=f"burst{number}")
-    low = replace(HIGH, priority=0)
-    desk.arrive(terms(replace(low, ttft_ms=3000)), replace(FULL, tokens=4000), id="old")
-    desk.next(FULL)
-    for number in range(20):
-        desk.admission.leave(RequestId(f"burst{number}"))
-    for number in range(10):
-        desk.arrive(terms(replace(low, ttft_ms=4000 + number), "b"), id=f"new{number}")
+        desk.arrive(terms(replace(low, ttft_ms=4000 + number), newcomer), id=f"new{number}")
     assert desk.drain()[0] == "old"
 
 
